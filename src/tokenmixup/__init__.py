@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from tokenmixup.horizontal import HorizontalMix, Rules, mix_horizontal
     from tokenmixup.module import TokenMixup, attach
     from tokenmixup.output import Output, training_loss
-    from tokenmixup.saliency import attention_saliency, gradient_saliency, rollout_saliency
+    from tokenmixup.saliency import gradient_saliency, rollout_saliency
     from tokenmixup.scorenet import ScoreNet, difficulty
     from tokenmixup.vertical import salient_indices
 
 __version__ = "0.2.0"
 __all__ = ["HTM", "VTM", "Adapter", "ManifoldMixup", "Output", "TokenMixup", "attach", "blocks_of"]
 __all__ += ["HorizontalMix", "Rules", "gain_matrix", "mix_horizontal", "training_loss"]
-__all__ += ["attention_saliency", "gradient_saliency", "optimal_assignment", "rollout_saliency"]
+__all__ += ["gradient_saliency", "optimal_assignment", "rollout_saliency"]
 __all__ += ["ScoreNet", "difficulty", "salient_indices"]
 HOMES = ("adapters", "assignment", "horizontal", "module", "output", "saliency", "scorenet")
 

@@ -35,10 +35,10 @@ class Adapter:
     blocks: str  # path from the model to the sequence of blocks, such as `layers.*.blocks`
     embed_dim: str | int  # width of the tokens, or the path to it from the model or from `block`
     num_prefix_tokens: int = 0  # tokens before the spatial tokens
-    reads_class_token: bool = False  # whether the head reads token 0 and no other token
+    reads_class_token: bool = False  # whether the head reads token 0 and no patch
     # Path from the model to the module whose output has a token for each patch: `b t d`,
     # `b rows columns d`, or of a convolution `b d rows columns`. By default `patch_embed` beside
-    # the blocks, if there is one.
+    # the blocks, if there is one, and they are one sequence and attend to all.
     patch_embed: str | None = None
     square_patches: bool = False  # whether their grid has the image's aspect ratio
     in_rows: bool = True  # whether spatial tokens are in the order of the image, row by row
@@ -192,7 +192,7 @@ def patch_embed_of(model: Any, adapter: Adapter) -> nn.Module | None:
     """Returns the module whose output has one token for each patch, if it is known."""
     if adapter.patch_embed is not None:
         return _follow(model, adapter.patch_embed, "patch_embed")
-    if not adapter.attends_to_all:
+    if not adapter.attends_to_all or "*" in adapter.blocks:
         return None
     beside = model.get_submodule(adapter.blocks.rpartition(".")[0])
     embed = getattr(beside, "patch_embed", None)
@@ -212,12 +212,14 @@ def _check_timm(model: Any, adapter: Adapter) -> None:
     name, kinds = type(model).__name__, type(model).__mro__
     if adapter.blocks == "blocks" and not hasattr(model, "blocks"):
         raise ValueError(f"{name} has no sequence named blocks; it needs an Adapter")
-    if not any(kind.__module__.startswith("timm.") for kind in kinds):
-        return  # the names are its own
-    own = {x for kind in kinds if not kind.__module__.startswith("timm.") for x in vars(kind)}
-    found = [x for x in DECIDING if x in own or x in vars(model)]
-    if getattr(model, "global_pool", None) == "":
-        found.append("way to pool (global_pool='')")
+    if any(kind.__module__.startswith("timm.") for kind in kinds):
+        own = {x for kind in kinds if not kind.__module__.startswith("timm.") for x in vars(kind)}
+        found = [x for x in DECIDING if x in own or x in vars(model)]
+        if getattr(model, "global_pool", None) == "":
+            found.append("way to pool (global_pool='')")
+    else:  # the names are its own
+        is_told = adapter.num_prefix_tokens or hasattr(model, "num_prefix_tokens")
+        found = [] if is_told or not has_class_token(model) else ["class token"]
     if found:
         must = "an Adapter must say num_prefix_tokens and reads_class_token"
         raise ValueError(f"{name} has its own {found[0]}: {must}")

@@ -26,9 +26,9 @@ def gain_matrix(saliency: Tensor, rho: float) -> Tensor:
     """
     if rho == float("inf"):
         return saliency.new_zeros(len(saliency), len(saliency), dtype=torch.float64)
-    saliency = saliency.double()  # the two halves nearly cancel
+    saliency = saliency.double()  # below, distance and surplus nearly cancel
     offered = saliency - rho
-    if saliency.is_cuda:  # by what a compiler fuses
+    if saliency.is_cuda:  # Eq. 6 as it stands, in parts of HELD_PAIRS: compiled, one kernel
         rows = saliency.split(max(1, HELD_PAIRS // saliency.numel()))
         parts = [(offered - own[:, None]).clamp(min=0).sum(dim=2) for own in rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -57,25 +57,20 @@ def check_finite(gain: Tensor) -> None:
         raise FloatingPointError("the saliency gain is not finite: the model has diverged")
 
 
-def donors_on_host(gain: Tensor, is_easy: Tensor) -> Tensor:
-    """`optimal_donors` by scipy's solver. From a GPU, both are copied with a single wait."""
+@torch.library.custom_op("tokenmixup::donors", mutates_args=())
+def donors(gain: Tensor, is_easy: Tensor) -> Tensor:
+    """`optimal_donors` as an operator, which neither a compiler nor a CUDA graph cuts."""
+    if gain.is_cuda and HAS_TRITON and len(gain) <= MOST:
+        from tokenmixup.kernels import device_donors
+
+        with torch.cuda.device(gain.device):  # Triton launches on the current one
+            return device_donors(gain, is_easy)
     host_gain, host_easy = (x.to("cpu", non_blocking=x.is_cuda) for x in (gain, is_easy))
-    if gain.is_cuda:
+    if gain.is_cuda:  # a single wait for both
         torch.cuda.current_stream(gain.device).synchronize()
     donor = torch.arange(len(gain), device="cpu")
     donor[host_easy] = optimal_assignment(host_gain[host_easy])
     return donor.to(gain.device, non_blocking=True)
-
-
-@torch.library.custom_op("tokenmixup::donors", mutates_args=())
-def donors(gain: Tensor, is_easy: Tensor) -> Tensor:
-    """`optimal_donors` as an operator, which neither a compiler nor a CUDA graph cuts."""
-    if not (gain.is_cuda and HAS_TRITON and len(gain) <= MOST):
-        return donors_on_host(gain, is_easy)
-    from tokenmixup.kernels import device_donors
-
-    with torch.cuda.device(gain.device):  # Triton launches on the current one
-        return device_donors(gain, is_easy)
 
 
 @donors.register_fake

@@ -246,8 +246,7 @@ def device_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
     """Returns the donor of every sample by optimal assignment (Eq. 7); a hard sample's is itself.
 
     `gain`: `b b`, receiver x donor, of which only the rows of easy samples count; `is_easy`: `b`
-    bool. Returns `b` int64; -1 for all easy samples if the gain of one is not finite. The total
-    gain is at most `easy samples x 2^-28` of the largest gain below the optimum.
+    bool. Returns `b` int64; -1 for all easy samples if the gain of one is not finite.
     """
     b = len(gain)
     size = max(triton.next_power_of_2(b), 16)

@@ -74,8 +74,8 @@ class TokenMixup(nn.Module):
     `images`: `b 3 h w`; `targets`: `b c`, probabilities after any input mixup. Training raises
     TypeError without targets; ValueError for images or targets of another kind (values of targets
     are looked at on a CPU only), a block whose map is not seen, and one that is skipped, repeated
-    or checkpointed by the model itself; FloatingPointError if the saliency is not finite. HTM's
-    `rules` and `detect` may be replaced.
+    or checkpointed by the model itself; on a CPU FloatingPointError if the gain of an easy sample
+    is not finite. HTM's `rules` and `detect` may be replaced.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class TokenMixup(nn.Module):
         sources = range(max(self._vtm, default=-1) + 1)
         self._touched = sorted({*self._htm, *sources, *mixed})  # blocks that must run
         self._blocks: list[nn.Module] = []
-        self._running: list[Pass] = []  # the pass that runs, if one does
+        self._running: list[Pass] = []  # the pass that runs, if one does; stand-ins share the list
         self._stand_ins: tuple[Any, list[Any]] = (None, [])
         if self._touched or checkpoint_blocks:
             check_unwrapped(model)

@@ -55,7 +55,8 @@ class Pass:
         needs_map = bool(later) or memory is not None
         if index in module._htm:
             x, saliency = self._mix(index, x, entry, is_source=bool(later))
-            needs_map = needs_map or module.detect is not by_gradient  # one, and no other
+            # the detector left at the first map; only a whole run shows that there is no second
+            needs_map = needs_map or module.detect is not by_gradient
         tokens, watching = x.view(shape), entry.watching(keeps_map=bool(later) and saliency is None)
         if memory is not None:  # Eq. 13; the m ask nothing, see watch.py
             tokens = torch.cat([x, *(kept for kept, _ in memory)], dim=1)
@@ -106,7 +107,7 @@ class Pass:
         htm = module._htm[index]
         score_logits = module.scorenets[str(index)](x, prefix)
         nats = difficulty(score_logits, self.targets, htm.difficulty)
-        module._running.clear()  # a detector runs blocks as they are
+        module._running.clear()  # no pass runs meanwhile: stand-ins call the plain `forward`
         for_vtm = saliency = module.detect(entry)
         if is_source and module.detect is not by_attention:
             for_vtm = by_attention(entry)

@@ -18,31 +18,20 @@ from tokenmixup.watch import AttentionMap, Found, Watching
 
 
 @torch.no_grad()
-def attention_saliency(
-    attn: Tensor, num_prefix_tokens: int = 0, class_token: bool | None = None
-) -> Tensor:
-    """Saliency of every spatial token, Eq. 3 (`eq:saliencyscore`).
-
-    `attn`: `b h n n`, after softmax, query x key. The saliency is the mean over all query rows, as
-    in Eq. 3, or with `class_token` the class token's row alone, as in the published code (`b h 1 n`
-    suffices then). `class_token=None` means `num_prefix_tokens > 0`. Columns of prefix tokens are
-    dropped; the rest is not renormalised.
-
-    Returns `b t` in float32, detached. Raises ValueError for a class token without a prefix.
-    """
-    return rollout_saliency([attn], num_prefix_tokens, class_token)
-
-
-@torch.no_grad()
 def rollout_saliency(
     maps: Sequence[Tensor], num_prefix_tokens: int = 0, class_token: bool | None = None
 ) -> Tensor:
-    """Saliency by attention rollout over the maps of successive blocks, Eq. 2 (`eq:rollout`) and 3.
+    """Saliency of every spatial token: Eq. 3 (`eq:saliencyscore`) of a map, Eq. 2 of several.
 
-    `maps`: each `b h n n` as in attention_saliency, beginning with the block whose input is mixed.
-    Heads are averaged before the product, there is no residual term, and later maps multiply from
-    the left, since rows are queries. (The paper prints the factors in layer order.) The paper's
-    choice, l = 0, is a single map.
+    `maps`: each `b h n n`, after softmax, query x key, of successive blocks, beginning with the one
+    whose input is mixed; the paper's choice is a single one. The saliency is the mean over all
+    query rows, as in Eq. 3, or with `class_token` the class token's row alone, as in the published
+    code; None means `num_prefix_tokens > 0`. Columns of prefix tokens are dropped; the rest is not
+    renormalised. By attention rollout (`eq:rollout`) heads are averaged before the product, there
+    is no residual term, and later maps multiply from the left, since rows are queries. (The paper
+    prints the factors in layer order.)
+
+    Returns `b t` in float32, detached. Raises ValueError for a class token without a prefix.
     """
     if class_token is None:
         class_token = num_prefix_tokens > 0
@@ -132,7 +121,7 @@ def saliency_by(seen: AttentionMap, entry: BlockInput, class_token: bool | None 
     """Returns the saliency that the block's own map gives its tokens, `b t`."""
     adapter, n = entry.adapter, entry.num_tokens
     if adapter.geometry is not None:
-        return _to_sum_1(adapter.geometry(entry.blocks[0], seen, *entry.args))
+        return _to_sum_1(adapter.geometry(entry.blocks[0], seen, *entry.args, **entry.kwargs))
     by_row = adapter.reads_class_token if class_token is None else class_token
     return seen.received(1 if by_row else n, n)[:, adapter.num_prefix_tokens :]
 

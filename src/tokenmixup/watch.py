@@ -187,22 +187,23 @@ def _fused(
         query, bias = query[..., : at.n, :], _with_columns(bias, at)
     if over_all:
         own_scale = query.shape[-1] ** -0.5 if scale is None else scale
-        at.note(AttentionMap(_with_heads(query), _with_heads(key), bias, own_scale))
+        at.note(AttentionMap(_with_heads(query), _with_heads(key), _with_heads(bias), own_scale))
     out = SDPA(query, key, value, bias, dropout_p, scale=scale, enable_gqa=enable_gqa)
     return F.pad(out, (0, 0, 0, at.total() - at.n)) if asks_memory else out
 
 
-def _with_heads(x: Tensor) -> Tensor:
+def _with_heads(x: Tensor | None) -> Any:
     """Of one head, which may have no dimension of its own: `b n ..` -> `b 1 n ..`; detached."""
-    return x.detach() if x.ndim > 3 else x.detach()[:, None]
+    return x if x is None else x.detach() if x.ndim > 3 else x.detach()[:, None]
 
 
 def _with_columns(bias: Tensor | None, at: Watching) -> Tensor | None:
-    """Appends to the bias of n keys, `b|1 h|1 n|1 n`, that of the memory at its places."""
+    """Appends to the bias of n keys, `b|1 .. n|1 n`, that of the memory at its places."""
     if bias is None or at.memory is None or bias.shape[-1] != at.n:
-        return bias
-    bias = bias.expand(at.b, -1, -1, -1)
-    return torch.cat([bias, bias.take_along_dim(at.memory[:, None, None], dim=3)], dim=3)
+        return None if bias is None else bias[..., : at.n, :]  # it has those of all tokens
+    bias = bias.expand(at.b, *bias.shape[1:])
+    places = at.memory.view(at.b, *(1,) * (bias.ndim - 2), -1)
+    return torch.cat([bias, bias.take_along_dim(places, dim=-1)], dim=-1)
 
 
 def _dropout(at: Watching, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -214,7 +215,7 @@ def _dropout(at: Watching, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 def _multihead(at: Watching, *args: Any, **kwargs: Any) -> None:
     """Notes the map of multi_head_attention_forward, `n b d`, which hides its own calls."""
-    query, key, _, embed_dim, heads, weight, bias, bias_k, _, adds_zeros, *_ = args
+    query, key, _, _, heads, weight, bias, bias_k, _, adds_zeros, *_ = args
     if not at.is_map(query.shape[1], heads, len(query), len(key)):
         return
     others = (bias_k, kwargs.get("key_padding_mask"), kwargs.get("attn_mask"))
@@ -226,7 +227,7 @@ def _multihead(at: Watching, *args: Any, **kwargs: Any) -> None:
     if not at.keeps_map:
         at.note(None)
         return
-    own = None if bias is None else bias[: 2 * embed_dim]
-    both = F.linear(query, weight[: 2 * embed_dim], own).detach()
-    q, k = (x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for x in both.chunk(2, dim=-1))
+    biases = (None,) * 3 if bias is None else bias.chunk(3)
+    both = map(F.linear, (query, key), weight.chunk(3), biases)
+    q, k = (x.detach().unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for x in both)
     at.note(AttentionMap(q, k, scale=q.shape[-1] ** -0.5))

@@ -22,7 +22,6 @@ from tokenmixup import (
     Rules,
     ScoreNet,
     attach,
-    attention_saliency,
     difficulty,
     gain_matrix,
     gradient_saliency,
@@ -358,17 +357,14 @@ def test_rollout_saliency_is_the_product_with_later_maps_on_the_left(steps, pref
         expected.append(product[0] if class_token else product.mean(axis=0))
     found = rollout_saliency(maps, prefix, class_token)
     torch.testing.assert_close(found, torch.tensor(np.array(expected)[:, prefix:]).float())
-    if steps == 0:
-        attn = maps[0][:, :, :1] if class_token else maps[0]
-        assert torch.equal(attention_saliency(attn, prefix, class_token), found)
 
 
-def test_attention_saliency_is_float32_detached_and_needs_the_token_that_it_reads():
-    attn = torch.rand(3, 2, 6, 6).bfloat16().requires_grad_()
-    found = attention_saliency(attn)
+def test_saliency_is_float32_detached_and_needs_the_token_that_it_reads():
+    maps = [torch.rand(3, 2, 6, 6).bfloat16().requires_grad_()]
+    found = rollout_saliency(maps)
     assert found.dtype == torch.float32 and not found.requires_grad
     with pytest.raises(ValueError, match="num_prefix_tokens"):
-        attention_saliency(attn, num_prefix_tokens=0, class_token=True)
+        rollout_saliency(maps, num_prefix_tokens=0, class_token=True)
 
 
 def test_gradient_saliency_pools_to_the_grid_and_sums_to_one():

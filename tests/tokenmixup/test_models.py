@@ -337,6 +337,77 @@ def test_blocks_without_a_softmax_get_their_saliency_from_the_adapter():
         attach(Rows(), CLASSES, vtm={"layer": 1}, adapter=adapter)
 
 
+class Queried(nn.Module):
+    """Attention whose queries alone have positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.places = nn.Parameter(3 * torch.randn(64, 8))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + self.attn(x + self.places, x, x, need_weights=False)[0]
+
+    def received(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.attn(x + self.places, x, x)[1].mean(dim=1)
+
+
+class Masked(nn.Module):
+    """Attention of one head, with a mask for each sample."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + F.scaled_dot_product_attention(x, x, x, mask)
+
+    def received(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (x @ x.mT / math.sqrt(8) + mask).softmax(dim=-1).mean(dim=1)
+
+
+class Masking(Masked):
+    """The same, with a mask that the block computes."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x, 4 * x @ x.mT)
+
+
+class Unusual(nn.Module):
+    """Blocks that get a mask `b n n`, by name."""
+
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, 4, stride=4), nn.Linear(8, CLASSES)
+        self.blocks = nn.ModuleList(kind() for _ in "abc")
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images).flatten(2).mT
+        for block in self.blocks:
+            x = block(x, mask=4 * x @ x.mT)
+        return self.head(x.mean(dim=1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "vtm", "told"),
+    [
+        (Queried, None, {}),
+        (Masked, {"layer": 2, "kappa": 2}, {}),
+        (Masking, {"layer": 2, "kappa": 2}, {}),
+        (Masked, None, {"geometry": lambda block, seen, x, mask: seen.received()}),
+    ],
+)
+def test_saliency_is_what_a_block_of_ones_own_attends_to(kind: Any, vtm: Any, told: dict[str, Any]):
+    torch.manual_seed(0)
+    model, entered = Unusual(kind), dict[str, Any]()
+    adapter = Adapter(blocks="blocks", embed_dim=8, patch_embed="stem", **told)
+    htm = {"layer": 1, **ALL}
+    module = attach(model, CLASSES, htm=htm, vtm=vtm, adapter=adapter).train()
+    model.blocks[1].register_forward_pre_hook(
+        lambda block, args, kwargs: entered.update(kwargs, x=args[0].detach()), with_kwargs=True
+    )
+    output = module(torch.randn(3, 3, 32, 32), torch.eye(CLASSES)[:3])
+    assert output.mask.any() and output.logits.isfinite().all()
+    expected = model.blocks[1].received(**entered)  # type: ignore[operator]
+    torch.testing.assert_close(output.layers[0].saliency, expected, atol=1e-5, rtol=1e-4)
+
+
 def test_the_page_lists_the_models_that_are_served():
     """Of each kind an example, with and without VTM."""
     page = Path(__file__).parents[2].joinpath("docs/library.md").read_text()

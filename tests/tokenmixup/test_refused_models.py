@@ -296,6 +296,14 @@ def test_a_model_that_cannot_be_served_is_refused_in_one_line(name: str, late: b
     assert "\n" not in str(error.value)
 
 
+def with_class_token() -> Any:
+    """Timm's names, and nothing that says that the first token is no patch."""
+    model: Any = nn.Module()
+    model.blocks, model.embed_dim = nn.ModuleList(nn.Linear(8, 8) for _ in "abc"), 8
+    model.cls_token = nn.Parameter(torch.zeros(1, 1, 8))
+    return model
+
+
 @pytest.mark.parametrize(
     ("told", "build", "settings"),
     [
@@ -327,6 +335,7 @@ def test_a_model_that_cannot_be_served_is_refused_in_one_line(name: str, late: b
             {"htm": {"layer": 0, "rollout_steps": 1}},
         ),
         ("needs an Adapter", encoded, BOTH),
+        ("class token", with_class_token, BOTH),
     ],
 )
 def test_attach_refuses_what_it_can_see_at_once(told: str, build: Any, settings: Any):

@@ -97,13 +97,14 @@ def checked(lines: list[Line], scales: bool) -> Iterator[Line]:
     it has skipped the update, and the run goes on, as long as the loss is finite.
     """
     for line in lines:
-        has_gain = not math.isnan(line.get("gain_max", 0.0))  # a GPU raises no exception for it
-        if not has_gain or (line["skipped"] and not (scales and math.isfinite(line["loss"]))):
+        reason = ""
+        if math.isnan(line.get("gain_max", 0.0)):  # a GPU raises no exception for it
+            reason = "the saliency gain is not finite: the model has diverged"
+        elif not math.isfinite(line["loss"]):
             reason = f"the loss is {line['loss']}"
-            if not has_gain:
-                reason = "the saliency gain is not finite: the model has diverged"
-            elif math.isfinite(line["loss"]):
-                reason = "the gradient is not finite"
+        elif line["skipped"] and not scales:
+            reason = "the gradient is not finite"
+        if reason:
             raise PlainError(f"step {line['step']}: {reason}; {ADVICE}")
         yield line
 

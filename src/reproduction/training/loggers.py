@@ -23,7 +23,7 @@ SETTINGS: dict[str, Any] = {
 class WandbLog:
     """One wandb run per job; summary.json keeps its id, so that a resumed run continues it.
 
-    `logger.wandb` is passed to `wandb.init` as it stands; UserError with wandb's reason.
+    `logger.wandb` is passed to `wandb.init` as it stands.
     """
 
     def __init__(self, given: dict[str, Any], config: Config, folder: RunFolder, step: int):
@@ -39,14 +39,9 @@ class WandbLog:
             "config": dataclasses.asdict(config),
             **{key: value for key, value in given.items() if value is not None},
         }
-        try:
-            init["settings"] = wandb.Settings(**SETTINGS | init.get("settings", {}))
-            wandb.setup(settings=init["settings"])  # the login uses these
-            self.run: Any = wandb.init(**init)
-        except Exception as error:
-            _teardown()
-            reason = " ".join(str(error).split()) or first_line(error)
-            raise UserError(f"logger.wandb: {reason} (or logger.wandb.mode=offline)") from error
+        init["settings"] = wandb.Settings(**SETTINGS | init.get("settings", {}))
+        wandb.setup(settings=init["settings"])  # the login uses these
+        self.run: Any = wandb.init(**init)
         if not self.run.disabled:
             folder.write_summary(wandb_id=self.run.id)  # a sweep agent decides itself
         self.run.define_metric("*", step_metric="step")
@@ -95,15 +90,21 @@ class Logs:
     """The configured loggers of a run that continues after `step`.
 
     The error of one, such as a full disk or the death of wandb's process, does not end the
-    training: it is left out from then on, and metrics.jsonl has all lines.
+    training: it is left out from then on, and metrics.jsonl has all lines. UserError with the
+    reason if one cannot begin.
     """
 
     def __init__(self, chosen: Mapping[Any, Any], config: Config, folder: RunFolder, step: int):
-        self.loggers: dict[str, WandbLog | TensorBoardLog] = {
-            name: kind(chosen[name], config, folder, step)
-            for name, kind in (("wandb", WandbLog), ("tensorboard", TensorBoardLog))
-            if chosen.get(name) is not None
-        }
+        self.loggers = dict[str, WandbLog | TensorBoardLog]()
+        for name, kind in (("wandb", WandbLog), ("tensorboard", TensorBoardLog)):
+            try:
+                if chosen.get(name) is not None:
+                    self.loggers[name] = kind(chosen[name], config, folder, step)
+            except Exception as error:
+                self.close("failed")
+                _teardown()
+                reason = " ".join(str(error).split()) or first_line(error)
+                raise UserError(f"logger.{name}: {reason}") from error
 
     def log(self, line: dict[str, Any]) -> None:
         self._all("log", line)
@@ -125,7 +126,7 @@ class Logs:
 
 def _teardown() -> None:
     """Ends wandb's process, which may be dead: at exit this would print many lines."""
-    import wandb
-
     with suppress(Exception):
+        import wandb
+
         wandb.teardown()

@@ -38,7 +38,6 @@ from reproduction.training.stop import ending, handling, stop_at_once
 Result = TypeVar("Result")
 Shared = TypeVar("Shared")
 
-START_METHOD = "spawn"  # of ranks; CUDA does not work after a fork
 GRACE_SECONDS = 10.0  # for the other ranks to end by themselves, then to end on SIGTERM
 SIGNAL_STATUS = 128  # exit status of a signal, as in a shell: 128 + its number
 
@@ -166,7 +165,7 @@ def on_ranks(function: Callable[[Config], Result], config: Config) -> Result:
     failed, count = 0, config.devices
     with TemporaryDirectory() as meeting, handling(forward):
         given = function, config, Path(meeting)
-        ranks = mp.start_processes(_new_rank, given, count, False, start_method=START_METHOD)
+        ranks = mp.spawn(_new_rank, given, count, join=False)  # CUDA does not work after a fork
         pids += ranks.pids()
         if received:  # while they were started
             forward(received[0], None)

@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -101,7 +101,7 @@ def build(
     """Opens the images and builds the model; UserError if they do not fit the configuration.
 
     Also returns what was read from `model.weights`, from which a new run starts, as from timm's
-    weights. On the meta device, for a check, weights are only looked at, and nothing takes memory.
+    weights. On the meta device, for a check, the file is read, but the model takes no memory.
     """
     data, size = opened(config.dataset), config.recipe.batch_size
     batches = loaders.TrainingBatches(len(data.train), size, config.seed, world.rank, world.size)
@@ -201,7 +201,8 @@ def start(config: Config, world: World) -> tuple[Run, RunState]:
     if world.share(trainer.step) != trainer.step:
         raise PlainError("the ranks have read different checkpoints")
     if world.is_main:
-        _say_start(trainer, data, initial_weights)
+        facts = _facts(trainer, data, initial_weights)
+        _say_start(trainer, data, facts)
     build_loader, pin = loaders.build_evaluation_loader, world.device.type == "cuda"
     loader_of = partial(build_loader, config, rank=world.rank, ranks=world.size, pin=pin)
     run = Run(
@@ -217,7 +218,6 @@ def start(config: Config, world: World) -> tuple[Run, RunState]:
         collected=figures.BatchFigures(world),
     )
     if world.is_main:
-        facts = _facts(trainer, data, initial_weights)
         folder.begin(config, None if newest is None else newest[0], state.metrics_size)
         if state.best is not None:
             save_plain(folder.best_path, state.best, trainer.classes)
@@ -261,7 +261,7 @@ def fit(run: Run, state: RunState) -> dict[str, Any]:
                 save(run, state)
         write(run, state)
 
-        # Its workers exist; they load while the epoch is evaluated.
+        # Training's workers load on meanwhile, but not while the first evaluation starts its own.
         upcoming = _load(run, number) if has_evaluated and number < total_epochs else None
         if is_evaluated := number % recipe.evaluate_every == 0 or number == total_epochs:
             result = evaluate_on(run, state, run.eval_loader, trainer.evaluated)
@@ -379,7 +379,7 @@ def _progress(run: Run, state: RunState) -> dict[str, Any]:
     return {"epochs": state.epoch, **mixing, "log": state.log}
 
 
-def _say_start(trainer: Trainer, data: Data, initial_weights: str | None) -> None:
+def _say_start(trainer: Trainer, data: Data, facts: Mapping[str, Any]) -> None:
     """Says what is trained, and which settings are allowed but probably mistakes."""
     config, world, classes = trainer.config, trainer.world, len(data.classes)
     verb = f"resuming after step {trainer.step}" if trainer.step else "training"
@@ -392,15 +392,15 @@ def _say_start(trainer: Trainer, data: Data, initial_weights: str | None) -> Non
     say(f"{verb}: {config.model.name} on {images}, {mixing}, {place}{world.device.type}")
     for remark in data.remarks:
         warn(f"warning: {remark}")
-    if initial_weights is not None:
-        say(f"initial weights: {initial_weights}")
-    for name, row in _htm_numbers(trainer).items():
+    if facts.get("initial_weights") is not None:
+        say(f"initial weights: {facts['initial_weights']}")
+    for name, row in facts.get("htm", {}).items():
         say(f"htm: {name} = {', '.join(f'{float(x):.4g}' for x in row)}")
-    if trainer.module.htm is not None:
+    if trainer.module.htm is not None and trainer.module.htm.difficulty == "paper":
         label = torch.full((classes,), config.recipe.label_smoothing / classes).double()
         label[0] += 1 - config.recipe.label_smoothing
         least, guess = float(torch.special.entr(label).sum()), math.log(classes)
-        say(f"htm: difficulty is {least:.4g} nats at the least, and {guess:.4g} of a guess")
+        say(f"htm: difficulty: at least {least:.4g} nats, {guess:.4g} of a guess")
 
 
 def _htm_numbers(trainer: Trainer) -> dict[str, list[float | str]]:

@@ -101,7 +101,7 @@ def ending(error: Exception, config: Config) -> OneLineError:
     """The error of one line that ends this rank; the traceback of a bug is printed."""
     if isinstance(error, OneLineError):
         return error
-    step = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))  # by `run.fit`
+    step = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))  # by `run.train`
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, dist.DistError) or "gloo/transport" in str(cause):
