@@ -1,6 +1,6 @@
 """Trains the runs of a table, a row, a sweep or all, or of a study of your own, each run once.
 
-  python scripts/reproduce.py STUDY [seeds=N] [scale=smoke] [jobs=N] [task=N] [dry_run=1] [key=...]
+  python -m scripts.reproduce STUDY [seeds=N] [scale=smoke] [jobs=N] [task=N] [dry_run=1] [key=...]
 
 STUDY: table1 to table5, table1/cifar100_htm (one row), sweep-tau, sweep-rho, sweep-kappa, all, or a
 .yaml file. seeds: how many, from 0 or first_seed on. scale=smoke: seconds for each run. jobs: runs

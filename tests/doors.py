@@ -141,10 +141,13 @@ def started(
     *words: str, program: str = "train.py", launcher: tuple[str, ...] = (), **options: Any
 ) -> Iterator[subprocess.Popen[str]]:
     """Starts a program in a session of its own, whose processes are all killed at the end."""
+    code = [str(ROOT / program)]
+    if program.startswith("scripts/"):  # which import each other, and so are started as modules
+        code = ["-m", program.removesuffix(".py").replace("/", ".")]
     paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     standard = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
     process = subprocess.Popen(
-        [sys.executable, *launcher, str(ROOT / program), *words],
+        [sys.executable, *launcher, *code, *words],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
         text=True,
         start_new_session=True,

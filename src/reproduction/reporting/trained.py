@@ -4,7 +4,6 @@ Letters: b batch, c classes, t spatial tokens, g tokens along a side, h w image.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,14 +173,12 @@ def _over_image(grid: np.ndarray, size: int) -> np.ndarray:
     return grid[token[:, None], token]
 
 
-def draw_saliency_maps(path: Path, trained: TrainedRun, sample: Sample) -> dict[str, float]:
+def draw_saliency_maps(path: Path, trained: TrainedRun, sample: Sample) -> None:
     """Draws the maps of the first images, each scaled from its minimum to its maximum.
 
-    Returns the mean entropy of each saliency over the sample and that of a uniform one, in nats.
-    Raises ValueError as in `saliency_maps`.
+    Above is the mean entropy over the sample. Raises ValueError as in `saliency_maps`.
     """
     maps = saliency_maps(trained.module, sample.images, sample.targets)
-    sharpness = {name: entropy(saliency) for name, saliency in maps.items()}
     pictures = displayable(sample.images[:ROWS], trained.config)
     rows, columns = len(pictures), 1 + len(maps)
     size = (0.5 + 1.65 * columns, 1.9 * rows + 0.3)
@@ -193,11 +190,10 @@ def draw_saliency_maps(path: Path, trained: TrainedRun, sample: Sample) -> dict[
             for ax in row:
                 ax.set_axis_off()
         axes[0][0].set_title("input")
-        for ax, (name, nats) in zip(axes[0][1:], sharpness.items(), strict=True):
-            ax.set_title(f"{name.replace('_', ' ')}\nentropy {nats:.2f} nats")
+        for ax, (name, saliency) in zip(axes[0][1:], maps.items(), strict=True):
+            ax.set_title(f"{name.replace('_', ' ')}\nentropy {entropy(saliency):.2f} nats")
         if "full_rollout" not in maps:
             axes[0][0].figure.supxlabel(NO_ROLLOUT, fontsize="small")
-    return sharpness | {"uniform": math.log(maps["one_step"].shape[1])}
 
 
 def saliency_maps(module: Any, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
