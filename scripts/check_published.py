@@ -1,6 +1,6 @@
 """Evaluates up to nine published checkpoints and compares them with the printed accuracies.
 
-python scripts/check_published.py FOLDER [key=value ...]: the words are train.py's, such as
+python -m scripts.check_published FOLDER [key=value ...]: the words are train.py's, such as
 `dataset.root=folder`. As published, CCT is evaluated in float16 on a GPU, all else in float32.
 """
 
@@ -35,22 +35,25 @@ def top1(file: Path, experiment: str, words: list[str]) -> float:
 
 
 @one_line_errors("check_published.py")
-def main() -> None:
+def main() -> int:
+    """Prints a line for each file; the exit status is 1 if one could not be evaluated."""
     folder, *words = sys.argv[1:] or ["--help"]
     if folder == "--help":
         say(str(__doc__))
-        return
+        return 0
     files = {path.name.partition(".")[0]: path for path in sorted(Path(folder).glob("*.*"))}
     if not {*files} & {*PRINTED}:
         raise UserError(f"{folder}: holds none of {', '.join(f'{name}.*' for name in PRINTED)}")
+    status = 0
     for name, (experiment, printed) in PRINTED.items():
         try:
             found = top1(files[name], experiment, words) if name in files else None
             text = "no such file" if found is None else f"{found:.2f} % ({found - printed:+.2f})"
         except (UserError, PlainError) as error:
-            text = str(error)
+            text, status = str(error), 1
         say(f"{name}: {experiment}, printed {printed:.2f} %: {text}")
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
