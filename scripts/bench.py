@@ -64,7 +64,7 @@ def training_step(words: list[str], classes: int, images: int, sharpness: int = 
     trainer = build_trainer(words, classes)
     model: Any = trainer.module.model
     with torch.no_grad():
-        for block in model.blocks:
+        for block in model.blocks if sharpness != 1 else ():
             block.attn.qkv.weight.mul_(sharpness)
     size, device = trainer.config.model.image_size, trainer.world.device
     batch = torch.randint(256, (images, 3, size, size), dtype=torch.uint8)

@@ -1,9 +1,10 @@
-"""Estimates the hours of studies on this machine, and on an H200: `make cost STUDIES="table1 ..."`.
+"""Estimates the hours of studies on this machine: `make cost STUDIES="table1 ..."`.
 
 A training step of each row is timed on random images, at the row's own batch if the device has the
 memory for it; on a CPU at 16 images for every row. HTM mixes every sample, its most expensive case.
 Hours: all epochs, in which a held-out image costs a third of a training image; images are not
-loaded. A CPU trains in float32.
+loaded. A CPU trains in float32. Without STUDIES: all of the paper, where a run that studies share
+counts in the first of them.
 """
 
 import os
@@ -15,7 +16,7 @@ import torch
 
 from reproduction.config import Config
 from reproduction.data.sources import opened
-from reproduction.studies.study import FULL, PAPERS, plan, studies
+from reproduction.studies.study import FULL, plan, studies
 from reproduction.system import Parser, PlainError, hardware_name, one_line_errors, say
 from reproduction.training.ranks import resolve_device
 from scripts import positive
@@ -24,10 +25,6 @@ from scripts.bench import in_turns, training_step
 ON_CPU = 16  # images
 SIZES = {"cifar10": (50_000, 10_000, 10), "cifar100": (50_000, 10_000, 100)}  # train, held out, ...
 SIZES["imagenet1k"] = (1_281_167, 50_000, 1000)  # ... classes
-H200 = {  # images/s of a step as a graph, 128 images in bf16, by model and method: performance.md
-    "cct_7_3x1": {"": 20_356, "htm": 18_937, "vtm": 19_277, "htm+vtm": 18_018},
-    "vit_base_patch16_224": {"": 3_300, "htm": 3_250, "htm+vtm": 3_232},
-}
 
 
 def speed(words: Sequence[str], config: Config, classes: int, device: str) -> dict[str, Any]:
@@ -49,7 +46,7 @@ def speed(words: Sequence[str], config: Config, classes: int, device: str) -> di
 @one_line_errors("cost.py")
 def main() -> None:
     parser = Parser(prog="cost.py", description=__doc__)
-    parser.add_argument("studies", nargs="*", default=[*PAPERS], help="such as table1")
+    parser.add_argument("studies", nargs="*", default=["all"], help="such as table1")
     parser.add_argument("--seeds", type=positive, help="seeds per run (default: the study's)")
     args = parser.parse_args()
     device, rows = resolve_device("auto", 1), dict[str, Any]()
@@ -62,16 +59,13 @@ def main() -> None:
                 SIZES[config.dataset.name] = len(data.train), len(data.per_epoch), len(data.classes)
             train, held_out, classes = SIZES[config.dataset.name]
             images = config.recipe.epochs * (train + held_out / 3)
-            method = "+".join(x for x in config.augmentation.stack if x in ("htm", "vtm"))
-            there = H200.get(config.model.name, {}).get(method, float("nan"))
             row: dict[str, Any] = {"runs": 0, "batch": config.recipe.batch_size}
             row |= speed(run.words, config, classes, device)
-            row |= {"hours": images / row["images/s"] / 3600, "H200 hours": images / there / 3600}
-            rows[label] = row
+            rows[label] = row | {"hours": images / row["images/s"] / 3600}
         rows[label]["runs"] += 1
     table = pd.DataFrame.from_dict(rows, orient="index")
-    total = table[["hours", "H200 hours"]].mul(table.runs, axis=0)
-    sums = total.groupby(lambda label: label.partition("/")[0], sort=False).sum(min_count=1)
+    total = table[["hours"]].mul(table.runs, axis=0)
+    sums = total.groupby(lambda label: label.partition("/")[0], sort=False).sum()
     say(f"\n{hardware_name(device)}, load average {os.getloadavg()[0]:.1f}\n")
     for title, frame in (("A run", table), ("These runs", sums)):
         say(f"{title}:\n\n{frame.astype(object).to_markdown(floatfmt=',.1f')}\n")
