@@ -69,7 +69,7 @@ class StepGraph:
     def _capture(self, inputs: Any) -> Callable[[], Any]:
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        for generator in self.generators if torch.__version__ < "2.15" else ():  # it has all
+        for generator in self.generators if torch.__version__ < "2.15" else ():  # newer ones do it
             graph.register_generator_state(generator)
         try:
             # The loader's thread pins memory meanwhile, which would end a capture of all threads.
