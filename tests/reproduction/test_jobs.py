@@ -57,6 +57,8 @@ def test_a_task_is_one_point_and_a_dry_run_is_none(here: Path):
     assert [run.path.name for run in runs()] == [names[1]]
     shown = train(*sweep, "dry_run=1").out
     assert re.findall(r"finished .*outputs/(\S+)", shown) == [names[1]]
+    other = train(*ONE, f"name='{names[1]}'", "seed=1", "recipe.lr=9", "dry_run=1").out
+    assert "1 run: 1 not started" in other  # that folder holds another run
     refused = train(*sweep, "task=3")
     assert refused.status == 2 and "task=3" in refused.err
 
