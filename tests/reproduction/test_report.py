@@ -49,6 +49,7 @@ def test_page_shows_the_papers_rows_with_our_results(trained: Run):
         Image.new("RGB", (60, 30)).save(run / f"{name}.png")
     error = "<script>alert(1)</script>"
     finished(trained, "htm-9", 2, status="failed", error=error)
+    finished(trained, "base-7", 7, top1_last=89.0)  # more seeds than the study's
     finished(trained, "other-0")
     Path("outputs/notes").mkdir()
     result = script("report")
@@ -64,6 +65,7 @@ def test_page_shows_the_papers_rows_with_our_results(trained: Run):
     top1 = numbers[numbers.outcome == "top1_last"].set_index("label")
     row = top1.loc["table1/cifar100_htm"]
     assert row["mean"] == pytest.approx(83) and row.difference == pytest.approx(2)
+    assert top1.n["table1/cifar100_baseline"] == 4
     assert row.printed_difference == pytest.approx(83.56 - 82.87)
     assert len(top1) == 8 + 28 and top1.loc["table1/cifar100_vtm"].n == 0
     sweep = pd.read_csv("outputs/report/sweep-tau.csv").set_index("row")

@@ -315,11 +315,15 @@ def test_a_study_may_test_the_loss_with_a_primary_and_an_untested_row():
 
 
 def test_a_published_run_is_a_line_from_which_its_row_is_known(trained: Run):
-    run = write(trained, "mine", {"dataset.name": "own", "dataset.root": "images"})
+    own = {"dataset.name": "own", "dataset.root": "images"}
+    run, overrides = write(trained, "mine", own), [f"{key}={x}" for key, x in own.items()]
+    overrides += [*SMALL, "augmentation=[htm]", "recipe.max_steps=1"]
+    study = {"title": "Mine", "overrides": overrides, "rows": {"a": []}}
+    Path("mine.yaml").write_text(yaml.safe_dump(study))
     words = ("report", "--publish", str(run), "mine.jsonl")
     written = json.loads((run / "summary.json").read_text())
     for changes, part in (
-        ({"status": "interrupted"}, "must be finished"),
+        ({"status": "interrupted"}, "must be a finished run"),
         ({"weights_sha256": ...}, "weights_sha256"),
         ({"mixed_share": ...}, "mixed_share"),
     ):
@@ -329,14 +333,17 @@ def test_a_published_run_is_a_line_from_which_its_row_is_known(trained: Run):
         assert (result.status, len(result.lines)) == (2, 1) and part in result.err
         assert not Path("mine.jsonl").exists()
     (run / "summary.json").write_text(json.dumps(written))
-    config, digests = (run / "config.yaml").read_text(), set()
-    for root, kept in (("images", "images"), ("/images", None)):  # this of one machine
-        (run / "config.yaml").write_text(config.replace("root: images", f"root: {root}"))
+    for name, settings, seed in (
+        ("row", {**own, TAU: 9.0}, 0),
+        ("seed", own, 3),
+    ):  # not of the study
+        result = script("report", "--publish", str(write(trained, name, settings, seed)), words[-1])
+        assert (result.status, len(result.lines)) == (2, 1) and "of mine.yaml" in result.err
+    for _ in range(2):
         assert script(*words).status == 0  # the line of the same run is replaced
         (line,) = map(json.loads, Path("mine.jsonl").read_text().splitlines())
-        assert line["config"]["dataset.root"] == kept
-        digests.add(line["weights_sha256"])
-    assert len(digests) == 1 and line["name"] == "mine" and line["config"][TAU] == "auto"
+    assert line["name"] == "mine" and line["config"][TAU] == "auto"
+    assert line["config"]["dataset.root"] == "images"  # as it is spelled
 
 
 def test_training_writes_what_tables_read():

@@ -3,7 +3,7 @@
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pandas as pd
@@ -12,11 +12,11 @@ from jinja2 import Template
 
 from reproduction.config import ROOT
 from reproduction.models.build import build_module, count_parameters, without_weights
-from reproduction.runs import RunFolder, flat
+from reproduction.runs import RunFolder, flat, key
 from reproduction.runs import settings as settings_of
 from reproduction.start import compose
 from reproduction.studies.plots import AXES, draw_line
-from reproduction.studies.study import FULL, Size, Study, read, studies
+from reproduction.studies.study import FULL, Size, Study, plan, read, studies
 from reproduction.studies.table import REPORT, Table, newest, read_runs, read_store, study_table
 from reproduction.system import UserError, write_text
 
@@ -36,7 +36,7 @@ loss falls; p: by a two-sided paired t-test, then corrected by Holm for the othe
 table. Intervals are not corrected for their number."""
 INTRODUCTION = f"""# Results
 
-`python scripts/report.py --results results` writes this page from `results/*.jsonl`, which hold a
+`python -m scripts.report --results results` writes this page from `results/*.jsonl`, which hold a
 line for each run; `make publish` adds one. To check a line, train its configuration again at its
 git revision: on a CPU, with the same versions and threads, the weights are equal bit for bit. The
 sha256 of the lines that are here is that of a file, of new ones that of the weights' names and
@@ -54,12 +54,12 @@ the paper's. Runs of pilots were not kept.
 def write_page(outputs: Path, scale: str = FULL, more: Sequence[str] = ()) -> Path:
     """Writes the paper's tables, sweeps and figures with our results beside the runs.
 
-    Returns the page.
+    All seeds that there are count. Returns the page.
     """
     runs, folder = read_runs(outputs), outputs / REPORT
     tables, figures = [], dict[str, str | None]()
     for name, study in studies("all").items():
-        tables.append(table := study_table(name, study, runs, scale, more))
+        tables.append(table := study_table(name, replace(study, seeds=10**6), runs, scale, more))
         table.write(outputs)
         if study.sizes:
             table.sections["Parameters"] = sizes(study.sizes)
@@ -139,15 +139,13 @@ def publish(run: Path, path: Path) -> None:
     folder = RunFolder(run.resolve())
     config, summary = folder.read_config(), folder.read_summary()
     settings = {x: y for x, y in flat(asdict(config)) if x in settings_of(config)}
-    missing = [key for key in COPIED if key not in summary]
-    if not folder.is_finished() or "selected_epoch" in summary or missing:
+    file, missing = path.with_suffix(".yaml"), [x for x in COPIED if x not in summary]
+    is_row = key(config) in {key(x.config) for x in plan(studies(str(file)), None, FULL, [])}
+    if not (folder.is_finished() and is_row) or "selected_epoch" in summary or missing:
         lacks = f"; summary.json lacks {', '.join(missing)}" if missing else ""
-        raise UserError(f"run={run}: must be finished, without a validation split{lacks}")
-    for key in ("dataset.root", "model.weights"):
-        if Path(settings.get(key) or "").is_absolute():
-            settings[key] = None  # of one machine; others stay as they are spelled
+        raise UserError(f"run={run}: must be a finished run of {file}, without validation{lacks}")
     plain = json.loads(json.dumps(settings), parse_constant={"Infinity": "inf"}.__getitem__)
-    line = {"name": folder.path.name} | {key: summary[key] for key in COPIED}
+    line = {"name": folder.path.name} | {x: summary[x] for x in COPIED}
     line |= {"hours": round(summary["seconds"] / 3600, 3), "config": plain}
     lines = path.read_text().splitlines() if path.exists() else []
     others = [x for x in lines if json.loads(x)["name"] != line["name"]]
