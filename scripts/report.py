@@ -17,6 +17,8 @@ def main() -> None:
         "--publish", type=Path, nargs=2, metavar=("RUN", "FILE.jsonl"), help="add a line to a file"
     )
     args = parser.parse_args()
+    if args.publish and args.publish[1].suffix != ".jsonl":
+        parser.error(f"--publish {args.publish[1]}: must be results/STUDY.jsonl")
     if args.words and (args.publish or args.results):
         parser.error(f"{args.words[0]}: nothing reads it beside --publish or --results")
     from reproduction.studies import page

@@ -79,18 +79,26 @@ def expand(words: Sequence[str]) -> list[list[str]]:
 
 
 @lru_cache(maxsize=1024)
-def compose(words: tuple[str, ...]) -> Config:
-    """Returns the configuration of these words; UserError for anything wrong with one of them."""
+def _tree(words: tuple[str, ...]) -> tuple[Any, list[str]]:
+    """Returns the tree of these words, not resolved, and what is chosen of `augmentation`."""
     OmegaConf.register_new_resolver(  # `${share:n,k}`: n / k, rounded down
         "share", lambda n, k: n // k if isinstance(n, int) else 0, replace=True
     )
-    with one_line(*words), _initialized():
+    with _initialized():
         tree = hydra.compose("train", [*words])
         loader = GlobalHydra.instance().config_loader()
         files = loader.compute_defaults_list("train", [*words], RunMode.RUN).defaults
-        raw: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     paths = [str(x.config_path).partition("/") for x in files]
-    chosen = [name for group, _, name in paths if group == "augmentation"]
+    return tree, [name for group, _, name in paths if group == "augmentation"]
+
+
+def compose(words: Sequence[str]) -> Config:
+    """Returns the configuration of these words; UserError for anything wrong with one of them."""
+    seeds = [word for word in words if re.fullmatch(r"seed=\d{1,9}", word)]  # share a tree
+    with one_line(*words):
+        tree, chosen = _tree(tuple(word for word in words if word not in seeds))
+        tree = OmegaConf.merge(tree, OmegaConf.from_dotlist(seeds))
+        raw: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     for name in {*raw["augmentation"]} - {*chosen, "off_epoch"}:  # of an experiment
         reason = f"augmentation=[{','.join(chosen)}] does not name it"
         raise UserError(f"augmentation.{name}={raw['augmentation'][name]}: {reason}")
@@ -102,12 +110,7 @@ def point(words: Sequence[str], label: str = "") -> Point:
 
     With resume=auto its name is that of the folder that holds it, if there is one.
     """
-    seeds = [word for word in words if re.fullmatch(r"seed=\d{1,9}", word)]
-    if "${" in " ".join(words):  # which may be ${seed}
-        seeds = []
-    config = compose(tuple(word for word in words if word not in seeds))  # once for all seeds
-    if seeds:
-        config = replace(config, seed=int(seeds[-1].partition("=")[2]))
+    config = compose(words)
     if (ranks := launched_ranks()) is not None:
         if config.devices not in (1, ranks):
             raise UserError(f"devices={config.devices}: torchrun has started {ranks} ranks")

@@ -42,7 +42,7 @@ class Adapter:
     patch_embed: str | None = None
     square_patches: bool = False  # whether their grid has the image's aspect ratio
     in_rows: bool = True  # whether spatial tokens are in the order of the image, row by row
-    # The block, its attention map and its arguments -> saliency `b t` of its input
+    # The block, its attention map and its arguments, also by name -> saliency `b t` of its input
     geometry: Callable[..., Tensor] | None = None
     # The block and its arguments -> saliency `b t`, if it computes no softmax
     saliency: Callable[..., Tensor] | None = None
@@ -218,7 +218,8 @@ def _check_timm(model: Any, adapter: Adapter) -> None:
         if getattr(model, "global_pool", None) == "":
             found.append("way to pool (global_pool='')")
     else:  # the names are its own
-        is_told = adapter.num_prefix_tokens or hasattr(model, "num_prefix_tokens")
+        names = ("num_prefix_tokens", "blocks_token_only")
+        is_told = adapter.num_prefix_tokens or any(hasattr(model, x) for x in names)
         found = [] if is_told or not has_class_token(model) else ["class token"]
     if found:
         must = "an Adapter must say num_prefix_tokens and reads_class_token"

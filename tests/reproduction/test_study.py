@@ -211,7 +211,9 @@ def test_a_damaged_folder_is_named_before_any_run_starts():
     summary.write_text("x")
     (line,) = reproduce(status=2).splitlines()
     assert str(summary) in line
-    assert listed("three.yaml")[0]["status"].startswith("unusable")
+    for damaged in (summary, summary.with_name("config.yaml")):
+        damaged.write_text("x")
+        assert listed("three.yaml")[0]["status"].startswith("unusable")
 
 
 @pytest.mark.slow

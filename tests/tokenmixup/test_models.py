@@ -370,16 +370,17 @@ class Masking(Masked):
 
 
 class Unusual(nn.Module):
-    """Blocks that get a mask `b n n`, by name."""
+    """Blocks of a stage that get a mask `b n n`, by name."""
 
     def __init__(self, kind: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.stem, self.head = nn.Conv2d(3, 8, 4, stride=4), nn.Linear(8, CLASSES)
-        self.blocks = nn.ModuleList(kind() for _ in "abc")
+        self.stages = nn.ModuleList([nn.Module()])
+        self.stages[0].blocks = nn.ModuleList(kind() for _ in "abc")
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.stem(images).flatten(2).mT
-        for block in self.blocks:
+        for block in self.stages[0].blocks:
             x = block(x, mask=4 * x @ x.mT)
         return self.head(x.mean(dim=1))
 
@@ -396,15 +397,15 @@ class Unusual(nn.Module):
 def test_saliency_is_what_a_block_of_ones_own_attends_to(kind: Any, vtm: Any, told: dict[str, Any]):
     torch.manual_seed(0)
     model, entered = Unusual(kind), dict[str, Any]()
-    adapter = Adapter(blocks="blocks", embed_dim=8, patch_embed="stem", **told)
-    htm = {"layer": 1, **ALL}
+    adapter = Adapter(blocks="stages.*.blocks", embed_dim=8, **told)
+    block, htm = model.stages[0].blocks[1], {"layer": 1, **ALL}
     module = attach(model, CLASSES, htm=htm, vtm=vtm, adapter=adapter).train()
-    model.blocks[1].register_forward_pre_hook(
+    block.register_forward_pre_hook(
         lambda block, args, kwargs: entered.update(kwargs, x=args[0].detach()), with_kwargs=True
     )
     output = module(torch.randn(3, 3, 32, 32), torch.eye(CLASSES)[:3])
     assert output.mask.any() and output.logits.isfinite().all()
-    expected = model.blocks[1].received(**entered)  # type: ignore[operator]
+    expected = block.received(**entered)
     torch.testing.assert_close(output.layers[0].saliency, expected, atol=1e-5, rtol=1e-4)
 
 

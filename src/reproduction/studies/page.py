@@ -52,10 +52,7 @@ the paper's. Runs of pilots were not kept.
 
 
 def write_page(outputs: Path, scale: str = FULL, more: Sequence[str] = ()) -> Path:
-    """Writes the paper's tables, sweeps and figures with our results beside the runs.
-
-    All seeds that there are count. Returns the page.
-    """
+    """Writes the paper's tables, sweeps and figures with our results, of all seeds; the page."""
     runs, folder = read_runs(outputs), outputs / REPORT
     tables, figures = [], dict[str, str | None]()
     for name, study in studies("all").items():
@@ -136,14 +133,14 @@ def results_page(results: Path = RESULTS) -> str:
 
 def publish(run: Path, path: Path) -> None:
     """Adds the line of a finished run to a file of results/, in place of an older one."""
-    folder = RunFolder(run.resolve())
-    config, summary = folder.read_config(), folder.read_summary()
-    settings = {x: y for x, y in flat(asdict(config)) if x in settings_of(config)}
-    file, missing = path.with_suffix(".yaml"), [x for x in COPIED if x not in summary]
-    is_row = key(config) in {key(x.config) for x in plan(studies(str(file)), None, FULL, [])}
-    if not (folder.is_finished() and is_row) or "selected_epoch" in summary or missing:
+    folder, file = RunFolder(run.resolve()), path.with_suffix(".yaml")
+    planned = {key(x.config): x.config for x in plan(studies(str(file)), None, FULL, [])}
+    row, summary = planned.get(key(folder.read_config())), folder.read_summary()
+    missing = [x for x in COPIED if x not in summary]
+    if row is None or not folder.is_finished() or "selected_epoch" in summary or missing:
         lacks = f"; summary.json lacks {', '.join(missing)}" if missing else ""
         raise UserError(f"run={run}: must be a finished run of {file}, without validation{lacks}")
+    settings = {x: y for x, y in flat(asdict(row)) if x in settings_of(row)}  # paths as spelled
     plain = json.loads(json.dumps(settings), parse_constant={"Infinity": "inf"}.__getitem__)
     line = {"name": folder.path.name} | {x: summary[x] for x in COPIED}
     line |= {"hours": round(summary["seconds"] / 3600, 3), "config": plain}

@@ -43,9 +43,9 @@ def _long_form(row: Any) -> Any:
 class Row:
     """What to train: `overrides` of train.py, of which some may list values, which makes a sweep.
 
-    `row` and `column` are shown, with what is `printed`. `against` names the row
-    that it is compared with. By its `role` the difference is shown without a test, or it is the one
-    that the study was made for, which is not corrected for the others.
+    `row` and `column` are shown, with what is `printed`. `against` names the row it is compared
+    with; by its `role` without a test, or as the one comparison that the study was made for, which
+    is not corrected for the others.
     """
 
     overrides: list[str]

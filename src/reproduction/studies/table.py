@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from reproduction.config import Config
-from reproduction.runs import RunFolder, changes, saved
+from reproduction.runs import RunFolder, saved
 from reproduction.runs import key as key_of
 from reproduction.runs import settings as settings_of
 from reproduction.start import Point
@@ -359,9 +359,10 @@ def listing(points: Sequence[Point]) -> str:
     rows, counts = [], Counter[str]()
     for point in points:
         path, run = point.folder.path, dict.fromkeys(("status", "state"), "not started")
-        exists = point.folder.config_path.exists()
-        if exists and not changes(point.config, point.folder.read_config()):
-            run |= _run(point.folder)
+        found = _run(point.folder) if point.folder.config_path.exists() else run
+        ours = key_of(point.config, seed=False), point.config.seed
+        if (found.get("key"), found.get("seed")) in (ours, (None, None)):  # else another run
+            run |= found
         counts[run["status"]] += 1
         row = {"row": point.label, "seed": str(point.config.seed), "status": run["state"]}
         top1 = _filled("{top1_last:.2f}", defaultdict(lambda: math.nan, run))

@@ -96,7 +96,7 @@ class Logs:
 
     def __init__(self, chosen: Mapping[Any, Any], config: Config, folder: RunFolder, step: int):
         self.loggers = dict[str, WandbLog | TensorBoardLog]()
-        for name, kind in (("wandb", WandbLog), ("tensorboard", TensorBoardLog)):
+        for name, kind in (("tensorboard", TensorBoardLog), ("wandb", WandbLog)):
             try:
                 if chosen.get(name) is not None:
                     self.loggers[name] = kind(chosen[name], config, folder, step)
