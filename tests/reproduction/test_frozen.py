@@ -50,12 +50,15 @@ RUNS: dict[str, list[str]] = {
     "without assignment": [*SMALL, *BOTH, "augmentation.htm.matching=random"],
     "without labels": [*SMALL, *BOTH, "augmentation.htm.labels=count"],
     "published": [
-        *("model=vit_lite_6_4", "model.depth=3", "model.embed_dim=32", *BOTH),
+        *("model=vit_lite_7_4", "model.depth=3", "model.embed_dim=32", *BOTH),
         *("augmentation.htm.layer=1", "augmentation.vtm.layer=2"),
         *("augmentation.htm.mask_rule=published", "augmentation.htm.order=published"),
         "augmentation.vtm.class_token_offset=published",
     ],
-    "cvt": ["model=cvt_6_4", "model.depth=3", "model.embed_dim=32", *BOTH],
+    "cvt": [
+        *("model=vit_lite_7_4", "model.pooling=sequence", "model.depth=3", "model.embed_dim=32"),
+        *BOTH,
+    ],
     "cct_7_3x1": ["model=cct_7_3x1", "model.depth=4", "model.embed_dim=32", *BOTH],
     "timm vit": [*TINY_VIT, "augmentation.vtm.layer=2", "recipe.lr=0.001"],
     "library": [
@@ -73,7 +76,7 @@ RUNS: dict[str, list[str]] = {
         *("recipe.schedule_step=batch", "recipe.ema_decay=0.8"),
     ],
     "mean attention": [
-        *("model=vit_lite_6_4", "model.depth=3", "model.embed_dim=32", *BOTH),
+        *("model=vit_lite_7_4", "model.depth=3", "model.embed_dim=32", *BOTH),
         *("augmentation.htm.detector=mean_attention", "augmentation.htm.difficulty=excess"),
         *("augmentation.htm.layer=[1,2]", "augmentation.vtm.layer=2"),
     ],

@@ -193,7 +193,7 @@ def load(path: str) -> dict[str, Tensor]:
     return load_file(path)
 
 
-CLASS_TOKEN = ("model=vit_lite_6_4", "model.depth=2", "model.vtm_layer=1", "model.htm_layer=1")
+CLASS_TOKEN = ("model=vit_lite_7_4", "model.depth=2", "model.vtm_layer=1", "model.htm_layer=1")
 
 
 @pytest.mark.parametrize("count", [1, 2])
