@@ -51,7 +51,7 @@ WARM_UP, CALLS_ON_GPU = 2, 10  # rounds that do not count; calls between two loo
 
 def build_trainer(overrides: Sequence[str], num_classes: int = 10) -> Trainer:
     """Returns the trainer of a train.py command line, without data, run folder and checkpoint."""
-    config = compose(tuple(overrides))
+    config = compose(overrides)
     world = World(0, 1, torch.device(resolve_device(config.device, 1)))
     torch.manual_seed(config.seed)
     module = build_module(without_weights(config.model), config.augmentation, num_classes)

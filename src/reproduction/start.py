@@ -211,7 +211,7 @@ def options_of(group: str) -> list[str]:
 
 def help_text(words: Sequence[str]) -> str:
     """Says which options the groups have, and what is allowed for each key, with its value."""
-    config = compose(tuple(words))
+    config = compose(words)
     values, texts = dict(flat(asdict(config))), allowed(config.model.family)
     width = max(map(len, texts))
     lines = ["Options of groups (files of conf/, whose comments say what the keys mean)"]

@@ -144,4 +144,6 @@ def test_a_failing_logger_does_not_stop_training(
     result = train("logger=tensorboard", *SHORT)
     assert (result.status, len(result.lines)) == (0, 1)
     assert "tensorboard failed " in result.err and "no space left" in result.err
+    result = train("logger=tensorboard", "+logger.tensorboard.foo=1", *SHORT, "name=odd")
+    assert result.status == 2 and "logger.tensorboard" in result.lines[-1]
     assert same(Run("outputs/mine"), plain) == []

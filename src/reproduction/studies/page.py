@@ -52,7 +52,7 @@ the paper's. Runs of pilots were not kept.
 
 
 def write_page(outputs: Path, scale: str = FULL, more: Sequence[str] = ()) -> Path:
-    """Writes the paper's tables, sweeps and figures with our results, of all seeds; the page."""
+    """Writes the paper's tables, sweeps and figures with our results of all seeds, as a page."""
     runs, folder = read_runs(outputs), outputs / REPORT
     tables, figures = [], dict[str, str | None]()
     for name, study in studies("all").items():
@@ -95,7 +95,7 @@ def sizes(each: Mapping[str, Size]) -> pd.DataFrame:
     """Counts the parameters of models, built without memory, beside the printed ones."""
     rows = []
     for name, size in each.items():
-        config = compose(tuple(size.overrides))
+        config = compose(size.overrides)
         with torch.device("meta"):
             model = without_weights(config.model)
             module = build_module(model, config.augmentation, size.classes)

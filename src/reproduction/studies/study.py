@@ -147,7 +147,7 @@ def points(
     for cell, (_, words) in study.cells().items():
         each = [*words, *more]
         if scale == SMOKE:
-            mixing = MIXING if compose(tuple(words)).augmentation.htm else ()
+            mixing = MIXING if compose(words).augmentation.htm else ()
             each = [*words, *SHORT, *study.smoke, *mixing, *more]
         yield point([*each, f"seed={seed}", "resume=auto"], f"{name}/{cell}")
 
