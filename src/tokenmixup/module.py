@@ -33,6 +33,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config
 from torch.utils.checkpoint import checkpoint
 
 from tokenmixup.adapters import (
@@ -130,7 +131,9 @@ class TokenMixup(nn.Module):
             return logits_of(self.model(images))
         before, pixels, manifold = self._begin(images, targets)
         try:
-            return self._run(images, targets, pixels, manifold)
+            # Compiled, its backward pass is without autocast, as an eager one: ScoreNet's is exact.
+            with config.patch("backward_pass_autocast", "off"):
+                return self._run(images, targets, pixels, manifold)
         except FloatingPointError as error:
             bad = (~images.flatten(1).isfinite().all(dim=1)).nonzero().flatten().tolist()
             told = f"images{bad}: not finite; {error}" if bad else str(error)
