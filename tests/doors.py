@@ -218,7 +218,10 @@ class Run:
     def facts(self) -> dict[str, Any]:
         """State, best weights, lines and results by dotted names, but for times."""
         results = {key: x for key, x in self.summary.items() if key.startswith(RESULTS)}
-        parts = {"state": self.checkpoint(), "best": self.best(), "lines": self.lines}
+        state = self.checkpoint()
+        for copy in ("config", "summary"):  # which are compared as files
+            state.pop(copy, None)
+        parts = {"state": state, "best": self.best(), "lines": self.lines}
         leaves = _leaves({**parts, "summary": results})
         return {key: x for key, x in leaves if key.rpartition(".")[2] not in TIMES}
 

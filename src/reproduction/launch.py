@@ -40,13 +40,15 @@ def run_all(
         raise UserError(f"task={task}: must be 0 to {len(points) - 1}")
     points = points if task is None else [points[task]]
     check(points)
+    finished = [point.folder.is_finished() for point in points]
     outcomes = [*map(here, points)] if jobs is None else in_processes(points, jobs)
-    return [
-        error
-        for point, error in zip(points, outcomes, strict=True)
-        # another process may have held its lock, and finished it meanwhile
-        if error is not None and not (isinstance(error, UserError) and point.folder.is_finished())
-    ]
+    errors = list[OneLineError]()
+    for point, error, was_finished in zip(points, outcomes, finished, strict=True):
+        # another process may have held the lock, and finished the run meanwhile
+        is_done = not was_finished and point.folder.is_finished()
+        if error is not None and not (isinstance(error, UserError) and is_done):
+            errors.append(error)
+    return errors
 
 
 def here(point: Point) -> OneLineError | None:

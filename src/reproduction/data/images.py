@@ -1,7 +1,6 @@
 """Images as 8-bit RGB: read as viewers show them, and held in memory."""
 
 import os
-import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -16,8 +15,6 @@ ENDINGS = (
 HIDDEN = (".", "@eaDir", "__MACOSX", "lost+found", "$RECYCLE.BIN")  # how names of no images begin
 # Formats that Pillow may open, detected by content. Others can start programs, such as EPS.
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-
-warnings.filterwarnings("ignore", module=r"PIL\.")  # they name no file
 
 
 def read(path: str, as_seen: bool = True) -> Image.Image:

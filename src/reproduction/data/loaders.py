@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -158,13 +159,24 @@ def build_evaluation_loader(config: Config, half: Half, rank: int, ranks: int, p
     return _loader(images, batches, config.workers, pin)
 
 
+class Worker(ForkProcess):
+    """A process that loads images, to be told from other children of this process."""
+
+
+class Workers(ForkContext):
+    """Forks workers, which shares images in memory; spawned ranks would default to spawning."""
+
+    Process = Worker
+
+
 def _loader(images: Dataset[Example], batches: Iterable[list[Any]], workers: int, pin: bool) -> Any:
+    if workers:
+        Finalize(None, _end_workers, exitpriority=0)  # also at the end of a rank
     return DataLoader(
         images,
         batch_sampler=batches,
         num_workers=workers,
-        # shares images in memory; spawned ranks would default to another method
-        multiprocessing_context="fork" if workers else None,
+        multiprocessing_context=Workers() if workers else None,
         persistent_workers=workers > 0,
         pin_memory=pin,
         worker_init_fn=_ignore_signals,
@@ -183,13 +195,10 @@ def _end_workers() -> None:
 
     Otherwise multiprocessing sends SIGTERM, which they ignore, and waits forever.
     """
-    if workers := [child for child in multiprocessing.active_children() if child.daemon]:
+    if workers := [x for x in multiprocessing.active_children() if isinstance(x, Worker)]:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # silences torch's report of killed workers
         for worker in workers:
             worker.kill()
-
-
-Finalize(None, _end_workers, exitpriority=0)  # also runs at the end of multiprocessing processes
 
 
 @dataclass(frozen=True)

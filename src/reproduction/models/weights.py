@@ -9,7 +9,7 @@ import json
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +24,9 @@ from reproduction.system import UserError, first_line, is_first_rank, warn
 # Averaged weights come first, as in timm's loader.
 STATE_DICT_KEYS = ("state_dict_ema", "model_ema", "module", "state_dict", "model")
 
+TORCH = (b"PK", b"\x80")  # how files of torch.save begin: an archive, in old files a pickle
+
 Newest = tuple[Path, Any]
-Check = Callable[[Any], None]
 
 
 class Weights(NamedTuple):
@@ -39,15 +40,14 @@ class Weights(NamedTuple):
     classes: list[str] | None = None
 
 
-def read_file(origin: str, path: Path, check: Check = lambda content: None) -> Any:
+def read_file(origin: str, path: Path) -> Any:
     """Reads a file: tensors on the CPU, and plain values.
 
     The tensors of safetensors are under `module`, and class names in their metadata under
-    `classes`. Raises UserError, which starts with `origin`, if that or `check(content)` fails.
+    `classes`. Raises UserError, which starts with `origin`, if that fails.
     """
     try:
-        check(content := _content(path))
-        return content
+        return _content(path)
     except Exception as error:  # torch, safetensors and zipfile raise many types
         reason = first_line(error).partition(". ")[0]  # without torch's advice, which is unsafe
         if code := re.search(r"nsupported (?:global: )?GLOBAL (\S+)", str(error)):
@@ -57,7 +57,8 @@ def read_file(origin: str, path: Path, check: Check = lambda content: None) -> A
 
 def _content(path: Path) -> Any:
     with path.open("rb") as file:
-        if file.read(9)[8:] == b"{":
+        head = file.read(9)
+        if head[8:] == b"{":
             with safe_open(path, framework="pt") as tensors:
                 state = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
                 metadata = tensors.metadata() or {}
@@ -66,14 +67,16 @@ def _content(path: Path) -> Any:
         with zipfile.ZipFile(path) as archive:
             if damaged := archive.testzip():  # torch does not compare the checksums
                 raise ValueError(f"damaged, the checksum of {damaged} does not match")
+    elif not head.startswith(TORCH):
+        raise ValueError("neither safetensors nor a file of torch.save")
     safe = torch.serialization.safe_globals([argparse.Namespace])  # of the published files
     quiet = warnings.catch_warnings(action="ignore")  # about other versions of pickle
     with path.open("rb") as file, safe, quiet:
         return torch.load(file, map_location="cpu", weights_only=True)  # a path's name has effects
 
 
-def read_newest(paths: list[Path], check: Check = lambda content: None) -> Newest:
-    """Returns the first readable checkpoint of a run, whose content passes the `check`, and that.
+def read_newest(paths: list[Path]) -> Newest:
+    """Returns the first readable checkpoint of a run, and its content.
 
     Warns on stderr about skipped checkpoints. Raises UserError if none is usable, or if memory or
     the file system fails.
@@ -81,7 +84,7 @@ def read_newest(paths: list[Path], check: Check = lambda content: None) -> Newes
     errors: list[UserError] = []
     for path in paths:
         try:
-            content = read_file(f"checkpoint={path}", path, check)
+            content = read_file(f"checkpoint={path}", path)
         except UserError as error:
             is_intact = isinstance(error.__cause__, OSError | MemoryError)  # perhaps
             if is_intact and path.exists():
