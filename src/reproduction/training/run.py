@@ -23,11 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from reproduction.config import Augmentation, Config
+from reproduction.config import Augmentation, Config, check_new
 from reproduction.data import loaders
-from reproduction.data.images import NO_IMAGE
 from reproduction.data.seeding import preserved_generators
-from reproduction.data.sources import Data, opened, record
+from reproduction.data.sources import Data, check_share, in_memory, opened, record
 from reproduction.models import build as models
 from reproduction.models.names import State
 from reproduction.runs import RunFolder, hold
@@ -39,6 +38,7 @@ from reproduction.system import (
     first_line,
     hardware_name,
     is_first_rank,
+    local_ranks,
     progress,
     say,
     warn,
@@ -117,14 +117,15 @@ def check(config: Config) -> None:
     """Raises UserError if the run cannot start; writes nothing but downloaded data."""
     if not is_first_rank():
         return
+    if not RunFolder.of(config).config_path.exists():  # what has begun may go on
+        check_new(config)
     resolve_device(config.device, config.devices, config.recipe.precision, config.compile)
     data, batches, module, _ = build(config, World(0, config.devices, torch.device("meta")))
     models.tokens_of(config.model, module)
     try:
         loaders.build_training_images(config, data.train)[(0, 0)]
-    except (RuntimeError, ValueError, AssertionError) as error:
-        reason = str(error) if NO_IMAGE in str(error) else first_line(error)
-        raise UserError(f"the first training image: {reason}") from error
+    except PlainError as error:
+        raise UserError(f"the first training image: {error}") from error
     cutmix = config.augmentation.cutmix
     if cutmix is not None and cutmix.labels == "attention":
         AttentionLabels(module.model)
@@ -146,6 +147,7 @@ class RunState:
     train_seconds: float = 0.0
     eval_seconds: float = 0.0
     skipped: int = 0  # updates, by float16's scaler
+    unreadable: dict[int, str] = field(default_factory=dict)  # training images: index and reason
     metrics_size: int = 0  # bytes of metrics.jsonl
 
 
@@ -203,6 +205,7 @@ def start(config: Config, world: World) -> tuple[Run, RunState]:
     if world.is_main:
         facts = _facts(trainer, data, initial_weights)
         _say_start(trainer, data, facts)
+    data = in_memory(data, ("train", "validation", "held_out"), local_ranks(config.devices))
     build_loader, pin = loaders.build_evaluation_loader, world.device.type == "cuda"
     loader_of = partial(build_loader, config, rank=world.rank, ranks=world.size, pin=pin)
     run = Run(
@@ -305,6 +308,18 @@ def write(run: Run, state: RunState) -> None:
         if not run.trainer.uses_scaler:
             del line["skipped"]
         _log(run, line)
+    _note_unreadable(run, state)
+
+
+def _note_unreadable(run: Run, state: RunState) -> None:
+    """Warns once of each image in whose place all ranks have trained on another."""
+    world = run.trainer.world
+    for of_rank in world.gather(run.train_loader.unreadable):
+        for index in sorted(of_rank.keys() - state.unreadable.keys()):
+            state.unreadable[index] = of_rank[index]
+            if world.is_main:
+                warn(f"warning: {of_rank[index]}; the next image takes its place")
+    check_share(state.unreadable, run.train_loader.half)
 
 
 def _log(run: Run, line: figures.Line) -> None:
@@ -331,6 +346,7 @@ def restore(trainer: Trainer, path: Path, content: dict[str, Any]) -> RunState:
     check_classes(place, content["classes"], trainer.classes)
     try:
         trainer.restore(place, content)
+        content = {"unreadable": {}, **content}  # earlier revisions had none
         return RunState(**{x.name: content[x.name] for x in fields(RunState)})
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{place}: does not fit the run: {first_line(error)}") from error
@@ -367,6 +383,7 @@ def _results(run: Run, state: RunState) -> dict[str, Any]:
         "seconds": round(state.train_seconds + state.eval_seconds, 1),
         "images_per_second": round(images / state.train_seconds, 1),
         **({"skipped_steps": state.skipped} if trainer.uses_scaler else {}),
+        **({"unreadable_images": len(state.unreadable)} if state.unreadable else {}),
         "weights_sha256": digest(trainer.evaluated.state_dict()),
         **_progress(run, state),
     }

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from reproduction.config import Config
-from reproduction.data.images import NO_IMAGE
 from reproduction.system import (
     STOP_SIGNALS,
     OneLineError,
@@ -133,9 +132,6 @@ def lines_of(error: BaseException, config: Config) -> Iterator[str]:
         is_ours = name and Path(config.output_root, config.name or "") in Path(name).parents
         if error.errno in DISK or (is_ours and error.errno in LOST):
             yield f"{name}: {reason}" if name else reason
-    last_line = text.rpartition("\n")[2].removeprefix("RuntimeError: ")  # of a worker's traceback
-    if NO_IMAGE in last_line:
-        yield last_line
     if "DataLoader worker (pid" in text:
         yield (
             f"{text.rstrip('. ')}: memory may have run out, try a lower dataset.workers "
