@@ -40,6 +40,7 @@ from reproduction.models.build import (
 from reproduction.models.cct import CCT  # noqa: F401
 from reproduction.runs import flat, key, nested, saved  # noqa: F401
 from reproduction.start import compose
+from reproduction.words import merged
 from scripts.bench import build_trainer
 from tokenmixup import TokenMixup
 
@@ -270,6 +271,12 @@ def config_of(*words: str) -> Config:
 def hash_of(raw: dict[str, Any]) -> str:
     """The hash of a saved configuration of any revision."""
     return key(saved(raw))
+
+
+def value_of(word: str) -> Any:
+    """The value that a word of a command line gives to its key."""
+    (value,) = merged({}, [word]).values()
+    return value
 
 
 def dry(*words: str) -> tuple[dict[str, Any], str]:

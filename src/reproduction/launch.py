@@ -22,6 +22,7 @@ from reproduction.system import (
     usable_cores,
     warn,
 )
+from reproduction.words import in_quotes
 
 Share = dict[str, str]  # of this machine: environment variables
 
@@ -97,13 +98,14 @@ def in_processes(points: Sequence[Point], jobs: int) -> list[OneLineError | None
 
     def start(point: Point) -> OneLineError | None:
         share, path = free.get(), logs / f"{point.folder.path.name}.log"
+        name = in_quotes(point.folder.path.name)
         try:
             if signals or point.folder.is_finished():
                 return None
             say(str(point.folder.path))
             with path.open("ab") as log:
                 process = subprocess.Popen(
-                    [sys.executable, TRAIN, *point.words, f"name='{point.config.name}'"],
+                    [sys.executable, TRAIN, *point.words, f"name={name}"],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from reproduction.data import loaders
+from reproduction.data.sources import check_share
 from reproduction.models.names import State
 from reproduction.runs import RunFolder
-from reproduction.system import Pulse, UserError, first_line, progress, say
+from reproduction.system import Pulse, UserError, first_line, progress, say, warn
 from reproduction.training import figures
 from reproduction.training.checkpoint import Clock, check_classes, digest, save_plain
 from reproduction.training.evaluate import evaluate
@@ -39,6 +40,7 @@ class RunState:
     train_seconds: float = 0.0
     eval_seconds: float = 0.0
     skipped: int = 0  # updates, by float16's scaler
+    unreadable: dict[int, str] = field(default_factory=dict)  # training images: index and reason
     metrics_size: int = 0  # bytes of metrics.jsonl
 
 
@@ -184,7 +186,18 @@ def write(run: Run, state: RunState) -> figures.Line:
         if not run.trainer.uses_scaler:
             del line["skipped"]
         _log(run, line)
+    _note_unreadable(run, state)
     return line
+
+
+def _note_unreadable(run: Run, state: RunState) -> None:
+    """Warns once of each image in whose place all ranks have trained on another."""
+    for of_rank in run.trainer.world.gather(run.train_loader.unreadable):
+        for index in sorted(of_rank.keys() - state.unreadable.keys()):
+            state.unreadable[index] = of_rank[index]
+            if run.is_main:
+                warn(f"warning: {of_rank[index]}; the next image takes its place")
+    check_share(state.unreadable, run.train_loader.half)
 
 
 def _log(run: Run, line: figures.Line) -> None:
@@ -217,6 +230,7 @@ def restore(trainer: Trainer, path: Path, content: dict[str, Any]) -> RunState:
     try:
         check_classes(place, content["classes"], trainer.classes)
         trainer.restore(place, content)
+        content = {"unreadable": {}, **content}  # earlier revisions had none
         return RunState(**{x.name: content[x.name] for x in fields(RunState)})
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{place}: does not fit the run: {first_line(error)}") from error
@@ -253,6 +267,7 @@ def _results(run: Run, state: RunState) -> dict[str, Any]:
         "seconds": round(state.train_seconds + state.eval_seconds, 1),
         "images_per_second": round(images / state.train_seconds, 1),
         **({"skipped_steps": state.skipped} if trainer.uses_scaler else {}),
+        **({"unreadable_images": len(state.unreadable)} if state.unreadable else {}),
         "weights_sha256": digest(trainer.evaluated.state_dict()),
         **progress_entries(run, state),
     }

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from reproduction.config import Augmentation, Config
+from reproduction.config import Augmentation, Config, check_new
 from reproduction.data import loaders
-from reproduction.data.images import NO_IMAGE
 from reproduction.data.seeding import preserved_generators
-from reproduction.data.sources import Data, opened, record
+from reproduction.data.sources import Data, in_memory, opened, record
 from reproduction.models import build as models
 from reproduction.runs import RunFolder, hold
 from reproduction.system import (
@@ -24,10 +23,10 @@ from reproduction.system import (
     Pulse,
     Stopped,
     UserError,
-    first_line,
     git_revision,
     hardware_name,
     is_first_rank,
+    local_ranks,
     reason_of,
     say,
     warn,
@@ -104,14 +103,15 @@ def check(config: Config) -> None:
     """Raises UserError if the run cannot start; writes nothing but downloaded data."""
     if not is_first_rank():
         return
+    if not RunFolder.of(config).config_path.exists():  # what has begun may go on
+        check_new(config)
     resolve_device(config.device, config.devices, config.recipe.precision, config.compile)
     data, batches, module, _ = build(config, World(0, config.devices, torch.device("meta")))
     models.tokens_of(config.model, module)
     try:
         loaders.build_training_images(config, data.train)[(0, 0)]
-    except (RuntimeError, ValueError, AssertionError) as error:
-        reason = str(error) if NO_IMAGE in str(error) else first_line(error)
-        raise UserError(f"the first training image: {reason}") from error
+    except PlainError as error:
+        raise UserError(f"the first training image: {error}") from error
     cutmix = config.augmentation.cutmix
     if cutmix is not None and cutmix.labels == "attention":
         AttentionLabels(module.model)
@@ -161,6 +161,7 @@ def start(config: Config, world: World) -> tuple[Run, RunState]:
     if world.is_main:
         facts = _facts(trainer, data, initial_weights)
         _say_start(trainer, data, facts)
+    data = in_memory(data, ("train", "validation", "held_out"), local_ranks(config.devices))
     build_loader, pin = loaders.build_evaluation_loader, world.device.type == "cuda"
     loader_of = partial(build_loader, config, rank=world.rank, ranks=world.size, pin=pin)
     run = Run(

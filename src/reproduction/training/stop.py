@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from reproduction.config import Config
-from reproduction.data.images import NO_IMAGE
 from reproduction.system import (
     STOP_SIGNALS,
     OneLineError,
@@ -129,12 +128,8 @@ def line_of(error: BaseException, config: Config) -> str | None:
 
 
 def of_method(error: BaseException, config: Config) -> str | None:
-    """The gain in saliency, and an image that cannot be read."""
-    text = str(error).strip()
-    if isinstance(error, Diverged):
-        return f"{text}; {ADVICE}"
-    last_line = text.rpartition("\n")[2].removeprefix("RuntimeError: ")  # of a worker's traceback
-    return last_line if NO_IMAGE in last_line else None
+    """A gain in saliency that is not finite."""
+    return f"{error}; {ADVICE}" if isinstance(error, Diverged) else None
 
 
 def of_memory(error: BaseException, config: Config) -> str | None:
