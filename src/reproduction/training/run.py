@@ -53,8 +53,7 @@ def run_training(config: Config) -> dict[str, Any]:
     folder = RunFolder.of(config)
     try:
         with hold(folder):
-            if folder.config_path.exists():
-                folder.check(config)  # another process may have just created it
+            folder.check(config)  # another process may have just begun it
             if folder.is_finished():
                 return folder.read_summary()
             try:
@@ -158,25 +157,11 @@ def start(config: Config, world: World) -> tuple[Run, RunState]:
     state = RunState() if newest is None else restore(trainer, *newest)
     if world.share(trainer.step) != trainer.step:
         raise PlainError("the ranks have read different checkpoints")
+    facts: dict[str, Any] = {}
     if world.is_main:
         facts = _facts(trainer, data, initial_weights)
         _say_start(trainer, data, facts)
-    data = in_memory(data, ("train", "validation", "held_out"), local_ranks(config.devices))
-    build_loader, pin = loaders.build_evaluation_loader, world.device.type == "cuda"
-    loader_of = partial(build_loader, config, rank=world.rank, ranks=world.size, pin=pin)
-    run = Run(
-        trainer,
-        folder,
-        batches,
-        train_loader=loaders.build_training_loader(config, data.train, batches, pin),
-        eval_loader=loader_of(data.per_epoch),
-        test_loader=None if data.validation is None else loader_of(data.held_out),
-        logs=Logs(config.logger if world.is_main else {}, config, folder, trainer.step),
-        stop=Stop(world.size),
-        clock=Clock(config.checkpoint),
-        collected=figures.BatchFigures(world),
-        pulse=Pulse(),
-    )
+    run = _assembled(trainer, folder, batches, data)
     if world.is_main:
         folder.begin(config, None if newest is None else newest[0], state.metrics_size)
         if state.best is not None:
@@ -185,6 +170,34 @@ def start(config: Config, world: World) -> tuple[Run, RunState]:
             folder.best_path.unlink(missing_ok=True)
         folder.write_summary(**facts, **progress_entries(run, state), status="running", error=None)
     return run, state
+
+
+def _assembled(
+    trainer: Trainer, folder: RunFolder, batches: loaders.TrainingBatches, data: Data
+) -> Run:
+    """The parts of a run around its trainer; images are read, loggers begin."""
+    config, world = trainer.config, trainer.world
+    pin = world.device.type == "cuda"
+    data = in_memory(data, ("train", "validation", "held_out"), local_ranks(config.devices))
+    evaluation_loader = partial(
+        loaders.build_evaluation_loader, config, rank=world.rank, ranks=world.size, pin=pin
+    )
+    test_loader = None
+    if data.validation is not None:
+        test_loader = evaluation_loader(data.held_out)
+    return Run(
+        trainer=trainer,
+        folder=folder,
+        batches=batches,
+        train_loader=loaders.build_training_loader(config, data.train, batches, pin),
+        eval_loader=evaluation_loader(data.per_epoch),
+        test_loader=test_loader,
+        logs=Logs(config.logger if world.is_main else {}, config, folder, trainer.step),
+        stop=Stop(world.size),
+        clock=Clock(config.checkpoint),
+        collected=figures.BatchFigures(world),
+        pulse=Pulse(),
+    )
 
 
 def _say_start(trainer: Trainer, data: Data, facts: Mapping[str, Any]) -> None:
