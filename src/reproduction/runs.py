@@ -33,7 +33,6 @@ from reproduction.system import (
     is_left_over,
     launched_ranks,
     reason_of,
-    replacing,
     warn,
     write_text,
 )
@@ -365,12 +364,12 @@ class RunFolder:
         return self.metrics_size()
 
     def keep_last(self) -> None:
-        """Keeps last.pt as the previous checkpoint too, before another one replaces it."""
+        """Keeps last.pt as the previous checkpoint too, which stays until another replaces it."""
         if not self.last_path.exists():
             return
+        self.previous_path.unlink(missing_ok=True)
         try:
-            with replacing(self.previous_path) as temporary:
-                os.link(self.last_path, temporary)
+            os.link(self.last_path, self.previous_path)
         except OSError:  # a file system without hard links: for a moment there is only this one
             os.replace(self.last_path, self.previous_path)
 
