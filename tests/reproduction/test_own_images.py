@@ -102,7 +102,9 @@ def test_any_sequence_of_pairs_is_trained_on_and_evaluated(here: Path, name: str
     assert [row.split(",")[:2] for row in rows] == [
         [str(i), labels[order[i % 3]]] for i in range(12)
     ]
-    assert Run("outputs/run").summary["data"]["images"].startswith("12 + 12 images of 3 classes")
+    summary = Run("outputs/run").summary
+    assert summary["data"]["images"].startswith("12 + 12 images of 3 classes")
+    assert summary["top5_last"] == 100 > summary["top1_last"]  # there are only three classes
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -128,7 +130,7 @@ def test_labels_that_are_none_are_refused_with_the_first_place(here: Path, name:
     ("words", "told"),
     [
         (("+dataset.options.size=3",), "dataset.options.size must be null"),
-        (("~dataset.options.name",), "dataset.options.name is not set"),
+        (("~dataset.options.name",), "this data set needs dataset.options.name"),
         (("dataset.root=x",), "dataset.root must be null"),
     ],
 )

@@ -205,7 +205,7 @@ def _check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any])
     named = [x for x in parameters if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
     for parameter in named:
         if parameter.default is parameter.empty and parameter.name not in arguments:
-            raise Refused(f"{_key_of(parameter.name)} is not set, and this data set needs it")
+            raise Refused(f"this data set needs {_key_of(parameter.name)}=...")
     if any(x.kind is x.VAR_KEYWORD for x in parameters):
         return
     keys = [_key_of(x.name) for x in named]
