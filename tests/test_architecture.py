@@ -13,6 +13,8 @@ LAYERS = (
     ("config",),
     ("data", "models"),
     ("runs",),
+    ("help",),
+    ("words",),
     ("training",),
     ("reporting", "start"),
     ("launch",),

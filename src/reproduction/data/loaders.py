@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.util import Finalize, get_temp_dir
 from typing import Any, NamedTuple
 
@@ -181,6 +182,16 @@ def build_evaluation_transform(config: Config) -> Transform:
     return create_transform(about.pop("image_size"), **about, is_training=False, normalize=False)
 
 
+class Worker(ForkProcess):
+    """A process that loads images, to be told from other children of this process."""
+
+
+class Workers(ForkContext):
+    """Forks workers, which shares images in memory; spawned ranks would default to spawning."""
+
+    Process = Worker
+
+
 class Loader:
     """Yields images `b 3 s s`, uint8, and classes `b`, which worker processes load.
 
@@ -205,8 +216,7 @@ class Loader:
             batch_sampler=batches,
             collate_fn=_collated_if_whole,
             num_workers=workers,
-            # shares images in memory; spawned ranks would default to another method
-            multiprocessing_context="fork" if workers else None,
+            multiprocessing_context=Workers() if workers else None,
             persistent_workers=workers > 0,
             pin_memory=pin,
             worker_init_fn=_ignore_signals,
@@ -286,7 +296,7 @@ def _end_workers() -> None:
 
     Otherwise multiprocessing sends SIGTERM, which they ignore, and waits forever.
     """
-    workers = [child for child in multiprocessing.active_children() if child.daemon]
+    workers = [x for x in multiprocessing.active_children() if isinstance(x, Worker)]
     if workers:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # silences torch's report of killed workers
         for worker in workers:

@@ -9,7 +9,7 @@ import json
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,6 @@ PICKLE = b"\x80"  # how files begin that torch.save has written without an archi
 NUMBERS = "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]  # numpy's codes of types
 
 Newest = tuple[Path, Any]
-Check = Callable[[Any], None]
 
 
 class Weights(NamedTuple):
@@ -44,15 +43,14 @@ class Weights(NamedTuple):
     classes: list[str] | None = None
 
 
-def read_file(origin: str, path: Path, check: Check = lambda content: None) -> Any:
+def read_file(origin: str, path: Path) -> Any:
     """Reads a file: tensors on the CPU, and plain values.
 
     The tensors of safetensors are under `module`, and class names in their metadata under
-    `classes`. Raises UserError, which starts with `origin`, if that or `check(content)` fails.
+    `classes`. Raises UserError, which starts with `origin`, if that fails.
     """
     try:
         content = _content(path)
-        check(content)
     except Exception as error:  # torch, safetensors and zipfile raise many types
         raise UserError(f"{origin}: not readable: {_reason(error)}") from error
     return content
@@ -101,8 +99,8 @@ def _harmless() -> list[Any]:
     return [argparse.Namespace, scalar, before_numpy_2, np.dtype, *dtypes]
 
 
-def read_newest(paths: list[Path], check: Check = lambda content: None) -> Newest:
-    """Returns the first readable checkpoint of a run, whose content passes the `check`, and that.
+def read_newest(paths: list[Path]) -> Newest:
+    """Returns the first readable checkpoint of a run, and its content.
 
     Warns on stderr about skipped checkpoints. Raises UserError if none is usable, or if memory or
     the file system fails.
@@ -110,7 +108,7 @@ def read_newest(paths: list[Path], check: Check = lambda content: None) -> Newes
     errors: list[UserError] = []
     for path in paths:
         try:
-            content = read_file(f"checkpoint={path}", path, check)
+            content = read_file(f"checkpoint={path}", path)
         except UserError as error:
             may_be_intact = isinstance(error.__cause__, OSError | MemoryError)
             if may_be_intact and path.exists():
