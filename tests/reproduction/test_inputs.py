@@ -11,10 +11,10 @@ from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
+from reproduction.data.halves import Half
 from reproduction.data.inputs import Mixed, TrainingInputs
 from reproduction.data.loaders import build_training_images
 from reproduction.data.seeding import Purpose, seed_device, seeded
-from reproduction.data.sources import Half
 from scripts.bench import build_trainer
 from tests.doors import SMALL, config_of, step, train
 from tests.images import OWN, recorded
