@@ -24,12 +24,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from reproduction.config import Config, parse
 from reproduction.runs import RunFolder, digest, settings
 from reproduction.start import check_named, compose, expand, one_line
 from reproduction.system import UserError, is_first_rank, one_line_errors, say
+from reproduction.words import merged, readable, text_of
 
 OWN = ("run", "weights", "checkpoint", "predictions", "images", "export")
 OF_A_RUN = ("device", "devices", "dataset", "recipe.precision")
@@ -40,16 +39,19 @@ def main(words: list[str]) -> None:
     if {"-h", "--help"} & {*words}:
         say((__doc__ or "").strip())
         return
-    pairs = [word.partition("=") for word in words]
-    # inner quotes are for names that train.py could not read otherwise
-    own = {key: os.path.expanduser(x.strip("'\"")) for key, _, x in pairs if key in OWN}
-    words = ["".join(pair) for pair in pairs if pair[0] not in OWN]
+    words = [readable(word) for word in words]
+    own = {}
+    for word in words:
+        key = word.partition("=")[0]
+        if key in OWN:
+            own[key] = os.path.expanduser(text_of(word))
+    words = [word for word in words if word.partition("=")[0] not in OWN]
     if bool(own.get("run")) == bool(own.get("checkpoint")) or {"checkpoint", "weights"} <= {*own}:
         raise UserError("run=FOLDER [weights=...] or checkpoint=FILE: one of them must be given")
     if ("images" in own and "predictions" not in own) or {"predictions", "export"} <= own.keys():
         raise UserError("predictions=FILE.csv: images=FOLDER needs it, and export=FILE excludes it")
     if "run" in own:
-        folder, which = RunFolder(own["run"]), own.get("weights", "last")
+        folder, which = run_folder(own["run"]), own.get("weights", "last")
         saved = folder.read_config()
         files, config = folder.weights(which), of_run(saved, words)
         result = folder.path / f"evaluation-{which}.json"
@@ -66,7 +68,19 @@ def main(words: list[str]) -> None:
         result = result.with_stem(f"{result.stem}-{config.dataset.name}-{mark}")
     predictions = new_file(own, "predictions", ".csv") if "predictions" in own else None
     images = Path(own["images"]) if "images" in own else None
+    if images is not None and not images.is_dir():
+        raise UserError(f"images={images}: must be a folder of images")
     evaluate(config, files, result, predictions, images)
+
+
+def run_folder(path: str) -> RunFolder:
+    """Returns the run of a folder. UserError if it holds none."""
+    folder = RunFolder(path)
+    if not (folder.config_path.exists() or folder.checkpoints()):
+        runs = sorted(str(x.parent) for x in folder.path.glob("*/config.yaml"))
+        instead = f", such as {runs[0]}" if runs else " with its config.yaml"
+        raise UserError(f"run={path}: is no run; must be the folder of one{instead}")
+    return folder
 
 
 def of_run(saved: Config, words: Sequence[str]) -> Config:
@@ -79,13 +93,12 @@ def of_run(saved: Config, words: Sequence[str]) -> Config:
         if not {key, key.partition(".")[0]} & {*OF_A_RUN} or key in FOR_TRAINING:
             raise UserError(f"{word}: not allowed here, allowed are {', '.join((*OWN, *OF_A_RUN))}")
     raw = {**asdict(saved), "devices": 1, "compile": False}
-    leaves = [x.removeprefix("+") for x in words if not x.startswith("dataset=")]
+    leaves = [x for x in words if not x.startswith("dataset=")]
     if len(leaves) < len(words):
         other = asdict(of_file(words).dataset)
         raw["dataset"] = other | {key: raw["dataset"][key] for key in ("mean", "std")}
     with one_line(*words):
-        tree: Any = OmegaConf.merge(raw, OmegaConf.from_dotlist(leaves))
-        return parse(OmegaConf.to_container(tree, resolve=True))
+        return parse(merged(raw, leaves))
 
 
 def of_file(words: Sequence[str]) -> Config:

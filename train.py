@@ -10,9 +10,10 @@ shows the configuration, --help what is allowed.
 
 import sys
 
+from reproduction.help import help_text
 from reproduction.launch import end, run_all
 from reproduction.runs import as_yaml
-from reproduction.start import Point, expand, help_text, point, take
+from reproduction.start import Point, compose, expand, point, take
 from reproduction.system import Parser, UserError, launched_ranks, one_line_errors, say
 
 
@@ -25,7 +26,7 @@ def main() -> int:
     options = parser.parse_intermixed_args()
     numbers, words = take(options.words, jobs=1, task=0, dry_run=0)
     if options.help:
-        say(f"{__doc__}\n{help_text(words)}")
+        say(f"{__doc__}\n{help_text(compose(words))}")
         return 0
     each = expand(words)
     if not options.multirun and (len(each) > 1 or numbers.keys() & {"jobs", "task"}):

@@ -40,6 +40,7 @@ from reproduction.models.build import (
 from reproduction.models.cct import CCT  # noqa: F401
 from reproduction.runs import flat, key, nested, saved  # noqa: F401
 from reproduction.start import compose
+from reproduction.words import merged
 from scripts.bench import build_trainer
 from tokenmixup import TokenMixup
 
@@ -217,7 +218,10 @@ class Run:
     def facts(self) -> dict[str, Any]:
         """State, best weights, lines and results by dotted names, but for times."""
         results = {key: x for key, x in self.summary.items() if key.startswith(RESULTS)}
-        parts = {"state": self.checkpoint(), "best": self.best(), "lines": self.lines}
+        state = self.checkpoint()
+        for copy in ("config", "summary"):  # which are compared as files
+            state.pop(copy, None)
+        parts = {"state": state, "best": self.best(), "lines": self.lines}
         leaves = _leaves({**parts, "summary": results})
         return {key: x for key, x in leaves if key.rpartition(".")[2] not in TIMES}
 
@@ -252,6 +256,12 @@ def config_of(*words: str) -> Config:
 def hash_of(raw: dict[str, Any]) -> str:
     """The hash of a saved configuration of any revision."""
     return key(saved(raw))
+
+
+def value_of(word: str) -> Any:
+    """The value that a word of a command line gives to its key."""
+    (value,) = merged({}, [word]).values()
+    return value
 
 
 def dry(*words: str) -> tuple[dict[str, Any], str]:

@@ -13,6 +13,8 @@ LAYERS = (
     ("config",),
     ("data", "models"),
     ("runs",),
+    ("help",),
+    ("words",),
     ("training",),
     ("reporting", "start"),
     ("launch",),
@@ -26,7 +28,7 @@ MORE = {  # file of the library -> what it alone may import
     "attention_kernel": {"triton"},
 }
 STANDARD = {"collections", "contextlib", "dataclasses", "functools", "importlib", "inspect"}
-STANDARD |= {"itertools", "math", "operator", "re", "typing", "warnings"}
+STANDARD |= {"itertools", "math", "numbers", "operator", "re", "typing", "warnings"}
 
 
 def imports(path: Path) -> Iterator[str]:

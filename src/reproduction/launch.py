@@ -22,6 +22,7 @@ from reproduction.system import (
     usable_cores,
     warn,
 )
+from reproduction.words import in_quotes
 
 Share = dict[str, str]  # of this machine: environment variables
 
@@ -39,13 +40,15 @@ def run_all(
         raise UserError(f"task={task}: must be 0 to {len(points) - 1}")
     points = points if task is None else [points[task]]
     check(points)
+    finished = [point.folder.is_finished() for point in points]
     outcomes = [*map(here, points)] if jobs is None else in_processes(points, jobs)
-    return [
-        error
-        for point, error in zip(points, outcomes, strict=True)
-        # another process may have held its lock, and finished it meanwhile
-        if error is not None and not (isinstance(error, UserError) and point.folder.is_finished())
-    ]
+    errors = list[OneLineError]()
+    for point, error, was_finished in zip(points, outcomes, finished, strict=True):
+        # another process may have held the lock, and finished the run meanwhile
+        is_done = not was_finished and point.folder.is_finished()
+        if error is not None and not (isinstance(error, UserError) and is_done):
+            errors.append(error)
+    return errors
 
 
 def here(point: Point) -> OneLineError | None:
@@ -95,13 +98,14 @@ def in_processes(points: Sequence[Point], jobs: int) -> list[OneLineError | None
 
     def start(point: Point) -> OneLineError | None:
         share, path = free.get(), logs / f"{point.folder.path.name}.log"
+        name = in_quotes(point.folder.path.name)
         try:
             if signals or point.folder.is_finished():
                 return None
             say(str(point.folder.path))
             with path.open("ab") as log:
                 process = subprocess.Popen(
-                    [sys.executable, TRAIN, *point.words, f"name='{point.config.name}'"],
+                    [sys.executable, TRAIN, *point.words, f"name={name}"],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,15 +14,13 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import OmegaConf
-from pydantic import TypeAdapter
 
 from reproduction.config import CONF_DIR, LONGEST_NAME, SOURCES, Config, Dataset, parse
-from reproduction.runs import RunFolder, changes_result, find, flat, key
+from reproduction.help import allowed, options_of
+from reproduction.runs import RunFolder, changes_result, find, key
 from reproduction.system import UserError, launched_ranks, warn
-from tokenmixup import HTM, VTM, ManifoldMixup
-from tokenmixup.settings import allowed_of
+from reproduction.words import merged, readable
 
-GROUPS = ("model", "dataset", "augmentation", "recipe", "logger", "experiment")
 TOLD = ("seed", "model", "dataset", "augmentation", "experiment")  # in a name anyway
 
 
@@ -65,16 +63,18 @@ def expand(words: Sequence[str]) -> list[list[str]]:
     each = []
     with _initialized():
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-        for word in words:
-            with one_line(word):
-                (override,) = parser.parse_overrides([word])
-                key, values = override.get_key_element(), [word]
-                if not override.key_or_group or override.key_or_group.startswith("hydra"):
-                    raise UserError(f"{word}: must be key=value, with a key of train.py --help")
-                if override.is_sweep_override():
+        for word in map(readable, words):
+            (override,) = parser.parse_overrides([word])
+            if override.is_hydra_override():
+                raise UserError(f"{word}: must be a key of train.py --help")
+            values = [word]
+            if override.is_sweep_override():
+                key = override.get_key_element()
+                with one_line(word):
                     values = [f"{key}={value}" for value in override.sweep_string_iterator()]
-            # a name that begins with a digit is no number, such as 2026_11_26
-            each.append([re.sub(r"^name=(\d[\w.+-]*)$", r"name='\1'", value) for value in values])
+            if not values:
+                raise UserError(f"{word}: names no value, so there is no run")
+            each.append(values)
     return [list(point) for point in itertools.product(*each)]
 
 
@@ -94,11 +94,11 @@ def _tree(words: tuple[str, ...]) -> tuple[Any, list[str]]:
 
 def compose(words: Sequence[str]) -> Config:
     """Returns the configuration of these words; UserError for anything wrong with one of them."""
-    seeds = [word for word in words if re.fullmatch(r"seed=\d{1,9}", word)]  # share a tree
+    words = [readable(word) for word in words]
+    seeds = [word for word in words if word.startswith("seed=")]
     with one_line(*words):
         tree, chosen = _tree(tuple(word for word in words if word not in seeds))
-        tree = OmegaConf.merge(tree, OmegaConf.from_dotlist(seeds))
-        raw: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+        raw = merged(tree, seeds)
     for name in {*raw["augmentation"]} - {*chosen, "off_epoch"}:  # of an experiment
         reason = f"augmentation=[{','.join(chosen)}] does not name it"
         raise UserError(f"augmentation.{name}={raw['augmentation'][name]}: {reason}")
@@ -195,58 +195,3 @@ def _initialized() -> Iterator[None]:
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         yield
-
-
-# --- help ---------------------------------------------------------------------------------------
-
-BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-BOUNDS |= {"minItems": "of"}
-
-
-def options_of(group: str) -> list[str]:
-    """Returns the names of the files of a group."""
-    files = (CONF_DIR / group).rglob("*.yaml")
-    return sorted(str(x.relative_to(CONF_DIR / group).with_suffix("")) for x in files)
-
-
-def help_text(words: Sequence[str]) -> str:
-    """Says which options the groups have, and what is allowed for each key, with its value."""
-    config = compose(words)
-    values, texts = dict(flat(asdict(config))), allowed(config.model.family)
-    width = max(map(len, texts))
-    lines = ["Options of groups (files of conf/, whose comments say what the keys mean)"]
-    lines += [f"  {group}: {', '.join(options_of(group))}" for group in GROUPS]
-    lines += ["", "Allowed values, in brackets what these words give"]
-    for name, text in texts.items():
-        lines.append(f"{name:{width}}  {text}" + f" [{values.get(name)}]" * (name in values))
-    return "\n".join(lines)
-
-
-def allowed(family: str = "") -> dict[str, str]:
-    """Returns what the schema allows for each key; of the models' keys, those of a family."""
-    schema = TypeAdapter(Config).json_schema()
-    return dict(_allowed(schema, schema["$defs"], family, ""))
-
-
-def _allowed(group: Any, groups: Any, family: str, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yields the dotted keys of a group of a JSON schema, and what is allowed."""
-    for kind in (HTM, VTM, ManifoldMixup):
-        if group["title"] == kind.__name__:
-            yield from ((prefix + x, option.allowed) for x, option in allowed_of(kind).items())
-            return
-    for name, value in group["properties"].items():
-        parts = value.get("anyOf") or value.get("oneOf") or [value]
-        inner = [groups[x["$ref"].rpartition("/")[2]] for x in parts if "$ref" in x]
-        for each in inner:
-            of = each["properties"].get("family", {}).get("const")
-            if not (of and family) or of == family:
-                yield from _allowed(each, groups, family, f"{prefix}{name}.")
-        if not inner:
-            yield prefix + name, " or ".join(map(_type, parts))
-
-
-def _type(value: dict[str, Any]) -> str:
-    """Describes one type of a JSON schema by its own words."""
-    choices = value.get("enum") or [value["const"]] if {"enum", "const"} & {*value} else []
-    bounds = [f"{BOUNDS[key]} {x}" for key, x in value.items() if key in BOUNDS]
-    return ", ".join(map(str, choices)) or " ".join([value["type"], *bounds])

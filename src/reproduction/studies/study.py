@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import yaml
-from omegaconf import OmegaConf
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
@@ -17,6 +16,7 @@ from reproduction.config import FORBID, Count, FolderName, Fraction, Whole, line
 from reproduction.runs import key
 from reproduction.start import Point, compose, expand, point
 from reproduction.system import UserError
+from reproduction.words import read_yaml, readable
 
 PAPER_FOLDER = Path(__file__).parent / "paper"
 TABLES = ("table1", "table2", "table3", "table4", "table5")
@@ -28,7 +28,7 @@ SCALES = (FULL, SMOKE)
 # Four batches of eight images. An untrained model finds every sample difficult and attends evenly.
 SHORT = (
     *("recipe.epochs=1", "recipe.batch_size=8", "recipe.precision=float32", "recipe.log_every=1"),
-    *("recipe.max_steps=4", "dataset=digits", "dataset.root=null"),
+    *("recipe.max_steps=4", "recipe.warmup_epochs=0", "dataset=digits", "dataset.root=null"),
     *("dataset.workers=0", "output_root=outputs/smoke"),
 )
 MIXING = ("augmentation.htm.tau=inf", "augmentation.htm.rho=0")
@@ -105,7 +105,7 @@ class Study:
         """Returns what is trained: each row by its name, each point of a sweep by its values."""
         cells = {}
         for name, row in self.rows.items():
-            given = [*self.overrides, *row.overrides]
+            given = [readable(word) for word in (*self.overrides, *row.overrides)]
             for words in expand(given):
                 swept = [x.partition("=") for x in words if x not in given]
                 values = [f"{key.rpartition('.')[2]}={value}" for key, _, value in swept]
@@ -133,11 +133,10 @@ def studies(name: str) -> dict[str, Study]:
 def read(path: Path) -> Study:
     """Reads a study; UserError names the file, the key and what is wrong with it."""
     try:
-        return TypeAdapter(Study).validate_python(OmegaConf.to_container(OmegaConf.load(path)))
+        return TypeAdapter(Study).validate_python(read_yaml(path))
     except (ValueError, yaml.YAMLError) as error:
         wrong = [*map(line_of, error.errors())] if isinstance(error, ValidationError) else []
-        text = ("; ".join(wrong) or str(error)).replace("=False:", "=False (no without quotes):")
-        raise UserError(f"{path}: {text}") from error
+        raise UserError(f"{path}: {'; '.join(wrong) or error}") from error
 
 
 def points(

@@ -1,0 +1,56 @@
+"""A run that revision 2e7fa4c has begun, tests/fixtures/run_of_2e7fa4c, goes on with this code.
+
+It was stopped after 4 of 6 steps; run_of_2e7fa4c.jsonl are the lines of the undisturbed one.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.doors import ROOT, Run, evaluate, load_run, script, train
+
+FIXTURES = ROOT / "tests" / "fixtures"
+WORDS = (
+    *("model.embed_dim=8", "dataset.limit=60", "dataset.eval_limit=60", "recipe.batch_size=20"),
+    *("recipe.epochs=2", "recipe.ema_decay=0.8", "recipe.log_every=1", "recipe.lr=0.01"),
+    *("augmentation=[mixup,cutmix,htm,vtm]", "augmentation.htm.tau=2.4"),
+    *("augmentation.htm.rho=0", "checkpoint.every_epochs=1", "device=cpu", "dataset.workers=0"),
+    "resume=auto",
+)
+
+
+@pytest.fixture
+def stored(here: Path) -> Run:
+    """The folder under the name that it had."""
+    fixture = FIXTURES / "run_of_2e7fa4c"
+    name = json.loads((fixture / "summary.json").read_text())["name"]
+    return Run(shutil.copytree(fixture, here / "outputs" / name))
+
+
+def test_a_stored_run_is_found_and_resumed_to_its_recorded_end(stored: Run):
+    result = train(*WORDS)
+    assert result.status == 0 and "resuming after step 4" in result.out, result
+    assert [path.name for path in Path("outputs").iterdir()] == [stored.path.name]
+    recorded = (FIXTURES / "run_of_2e7fa4c.jsonl").read_text().splitlines()
+    for ours, theirs in zip(stored.lines, map(json.loads, recorded), strict=True):
+        times = {"images_per_second": 0}
+        assert ours | times == pytest.approx(theirs | times, rel=1e-4)
+    assert stored.summary["status"] == "finished"
+
+
+def test_a_stored_run_is_evaluated_and_stands_in_a_table(stored: Run):
+    for weights in ("last", "best"):
+        result = evaluate(f"run={stored.path}", f"weights={weights}")
+        assert result.status == 0, result.err
+    (epoch,) = stored.epochs
+    loss = stored.evaluation("best")["eval_loss"]
+    assert loss == pytest.approx(epoch["eval_loss"], rel=1e-4)
+    assert len(load_run(stored.path).classes) == 10
+    table = script("runs", "outputs")
+    assert table.status == 0 and "interrupted after epoch 1 of 2" in table.out
+    assert train(*WORDS).status == 0
+    table = script("runs", "outputs")
+    top1 = stored.summary["top1_last"]
+    assert table.status == 0 and "1 finished" in table.out and f"{top1:.2f}" in table.out
