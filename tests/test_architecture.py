@@ -24,7 +24,8 @@ LAYERS = (
 LIBRARY = {"torch", "numpy", "scipy", "einops", "tokenmixup"}  # what the library may import
 MORE = {  # file of the library -> what it alone may import
     "module": {"timm"},  # where timm has called
-    "kernels": {"triton"},
+    "assignment_kernel": {"triton"},
+    "attention_kernel": {"triton"},
 }
 STANDARD = {"collections", "contextlib", "dataclasses", "functools", "importlib", "inspect"}
 STANDARD |= {"itertools", "math", "numbers", "operator", "re", "typing", "warnings"}

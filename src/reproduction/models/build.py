@@ -19,9 +19,14 @@ from tokenmixup import TokenMixup, attach
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
-# No kernel depends on the sizes of earlier batches, and dropout draws as in eager mode.
-COMPILER: dict[str, Any] = {"fullgraph": True, "dynamic": False}
-COMPILER |= {"options": {"fallback_random": True}}
+COMPILER: dict[str, Any] = {
+    "fullgraph": True,
+    "dynamic": False,  # no kernel depends on the sizes of earlier batches
+    "options": {
+        "fallback_random": True,  # dropout draws as in eager mode
+        "combo_kernels": True,  # small kernels that do not depend on each other are one launch
+    },
+}
 BATCH_SIZES = 4  # maximum per run: full and last batch, and their micro-batches
 Builder = Callable[..., nn.Module]
 BUILDERS: dict[str, Builder] = {"cct": CCT, "vit": build_vit, "library": build_library_model}
