@@ -169,11 +169,15 @@ def _remarks(halves: list[Half]) -> Iterator[str]:
 def _not_evaluated(data: Data) -> Iterator[str]:
     """Says which classes are trained on, and have no image to evaluate them."""
     for kind, half in (("held-out", data.held_out), ("validation", data.validation)):
-        missing = {*data.train.targets} - {*half.targets} if half is not None else None
+        if half is None:
+            continue
+        missing = sorted({*data.train.targets} - {*half.targets})
         if missing:
-            names = [data.classes[i] for i in sorted(missing)]
-            told = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-            yield f"{len(names)} of {len(data.classes)} classes have no {kind} image: {told}"
+            names = [data.classes[i] for i in missing[:3]]
+            if len(missing) > 3:
+                names.append("...")
+            count = f"{len(missing)} of {len(data.classes)} classes"
+            yield f"{count} have no {kind} image: {', '.join(names)}"
 
 
 def _limited(key: str, half: Half, limit: int | None) -> Half:
@@ -301,7 +305,7 @@ def unlabelled(folder: Path, classes: list[str]) -> Data:
     """
     items = Unlabelled(folder, allow_empty=True)
     half = Half.of(items, items.targets)
-    problems = read_all(half, lambda image: None)
+    problems: list[str | None] = read_all(half, lambda image: None)
     broken = [f"left out: {problem}" for problem in problems if problem is not None]
     if len(broken) == len(half):
         raise UserError(f"images={folder}: " + "; ".join(["no readable image", *broken[:1]]))
