@@ -244,6 +244,21 @@ def same(run: Run, other: Run) -> list[str]:
     return [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
 
 
+# What a run calls in its step, in its loader (also in a worker) and in its evaluation.
+PLACES = {
+    "step": "reproduction.training.step.learning_rate",
+    "loader": "reproduction.data.loaders.seed_generators",
+    "evaluation": "reproduction.training.evaluate.evaluating",
+}
+
+
+@contextmanager
+def planted(place: str, bug: Callable[[], object]) -> Iterator[None]:
+    """Lets the programs of this process meet a bug."""
+    with mock.patch(PLACES[place], lambda *_: bug()):
+        yield
+
+
 def runs(root: str | Path = "outputs") -> list[Run]:
     return [Run(path.parent) for path in sorted(Path(root).glob("*/config.yaml"))]
 

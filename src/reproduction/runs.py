@@ -298,12 +298,12 @@ class RunFolder:
         paths = self.checkpoints()
         if not paths:
             return {}
-        kept = _kept(tuple(paths), paths[0].stat().st_mtime_ns)
-        if entry in kept:
+        held = _in_checkpoint(tuple(paths), paths[0].stat().st_mtime_ns)
+        if entry in held:
             _warn_once(f"{error}; a checkpoint holds the {entry}")
         elif entry == "summary":
             _warn_once(f"{error}; the run goes on without the summary")
-        return kept.get(entry, {})
+        return held.get(entry, {})
 
     def read_metrics(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Returns (step lines, epoch lines) of metrics.jsonl."""
@@ -410,7 +410,7 @@ def _is_whole(line: bytes) -> bool:
 
 
 @lru_cache(maxsize=16)
-def _kept(checkpoints: tuple[Path, ...], changed: int) -> dict[str, Any]:
+def _in_checkpoint(checkpoints: tuple[Path, ...], changed: int) -> dict[str, Any]:
     """Returns the `config` and `summary` of the newest readable checkpoint, if it holds them."""
     from reproduction.models.weights import read_newest  # imports torch
 

@@ -56,7 +56,7 @@ from tokenmixup.output import LayerMix, Output
 from tokenmixup.passes import Pass, stand_in
 from tokenmixup.prove import (
     Proof,
-    check_statistics,
+    check_parts,
     circumstances_of,
     inputs_of,
     kinds_beside_tokens,
@@ -257,7 +257,7 @@ class TokenMixup(nn.Module):
             proof = self._proofs.get(index)
             if proof is not None and proof.circumstances == circumstances:
                 continue
-            check_statistics(plan)
+            check_parts(plan)
             self._proofs[index] = Proof(circumstances)
             if self._detector_at(plan) is not None:
                 todo.append(plan)

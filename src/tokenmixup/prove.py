@@ -71,8 +71,10 @@ def kinds_beside_tokens(entry: BlockInput) -> Any:
     return kinds_of((entry.args[1:], entry.kwargs))
 
 
-def check_statistics(plan: Plan) -> None:
-    """Raises ValueError for a batch norm in a block of HTM or VTM."""
+def check_parts(plan: Plan) -> None:
+    """Raises ValueError for a scripted block, and for a batch norm in one of HTM or VTM."""
+    if isinstance(plan.block, torch.jit.ScriptModule):
+        raise ValueError(f"{plan.name} is TorchScript, whose attention nobody sees")
     if plan.htm is None and plan.vtm is None:
         return
     for part in plan.block.modules():
@@ -121,7 +123,8 @@ def prove(plan: Plan, entry: BlockInput, detect: Detector) -> None:
         stack.enter_context(without_autocast(device.type))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # nothing, for these sizes
         seed = stack.enter_context(own_generators(device))
-        torch.func.functional_call(trial, values, (seed,))
+        # ties would be put back wrongly where a module has two names
+        torch.func.functional_call(trial, values, (seed,), tie_weights=False)
 
 
 def _around(own: Tensor) -> Tensor:

@@ -76,13 +76,16 @@ def load_initial_weights(config: AnyModel, model: nn.Module) -> str | None:
     """
     if config.weights is None:
         return None
-    origin, head = f"model.weights={config.weights}", head_names(config)
+    origin = f"model.weights={config.weights}"
+    head = head_names(config)
     weights = extract_weights(origin, read_file(origin, Path(config.weights)))
     state = matching_state(weights, model, head)
     if not next(model.parameters()).is_meta:
         model.load_state_dict(state)
     new = [name for name in head if state[name] is not weights.state.get(name)]
-    with_head = f"but a new head for {len(state[new[0]])} classes" if new else "and its head"
+    with_head = "and its head"
+    if new:
+        with_head = f"but a new head for {len(state[new[0]])} classes"
     return f"{len(state) - len(head)} parameters of {config.weights}, {with_head}"
 
 
@@ -90,8 +93,14 @@ def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> Tok
     """Builds the model with the stack attached. UserError if that fails."""
     model = build_model(config, num_classes)
     try:
-        parts = stack.htm, stack.vtm, stack.manifold_mixup
-        return attach(model, num_classes, *parts, getattr(config, "checkpoint_blocks", False))
+        return attach(
+            model,
+            num_classes,
+            htm=stack.htm,
+            vtm=stack.vtm,
+            manifold_mixup=stack.manifold_mixup,
+            checkpoint_blocks=getattr(config, "checkpoint_blocks", False),
+        )
     except ValueError as error:
         raise UserError(f"model={config.name}: {error}") from error
 
@@ -113,7 +122,9 @@ def tokens_of(config: AnyModel, module: TokenMixup) -> list[int]:
 def without_weights(config: AnyModel) -> AnyModel:
     """Returns the configuration without initial weights, for loading others."""
     config = dataclasses.replace(config, weights=None)
-    return dataclasses.replace(config, pretrained=None) if isinstance(config, ViT) else config
+    if isinstance(config, ViT):
+        config = dataclasses.replace(config, pretrained=None)
+    return config
 
 
 def place(model: AnyModule, device: torch.device) -> AnyModule:

@@ -15,9 +15,10 @@ import pandas as pd
 import torch
 
 from reproduction.config import Config
+from reproduction.data.halves import Data, in_memory
 from reproduction.data.inputs import build_normalize
 from reproduction.data.loaders import build_evaluation_loader
-from reproduction.data.sources import Data, in_memory, opened, unlabelled
+from reproduction.data.sources import opened, unlabelled
 from reproduction.models.build import build_model, place, without_weights
 from reproduction.models.weights import matching_state
 from reproduction.system import is_first_rank, local_ranks, progress, warn, write_text

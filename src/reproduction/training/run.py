@@ -14,8 +14,9 @@ import torch
 
 from reproduction.config import Augmentation, Config, check_new
 from reproduction.data import loaders
+from reproduction.data.halves import Data, in_memory
 from reproduction.data.seeding import preserved_generators
-from reproduction.data.sources import Data, in_memory, opened, record
+from reproduction.data.sources import opened, record
 from reproduction.models import build as models
 from reproduction.runs import RunFolder, hold
 from reproduction.system import (
