@@ -5,7 +5,6 @@ Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes, m 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any, cast
 
 import torch
@@ -23,7 +22,7 @@ from tokenmixup.block import (
 )
 from tokenmixup.horizontal import Rules, mix_horizontal
 from tokenmixup.manifold import ManifoldMix
-from tokenmixup.output import LayerMix, Output
+from tokenmixup.output import LayerMix, Output, output_of
 from tokenmixup.rules import ORDERS
 from tokenmixup.saliency import Detector, by_attention, saliency_by
 from tokenmixup.scorenet import difficulty
@@ -216,18 +215,7 @@ class Pass:
         shape = [*logits.shape] if isinstance(logits, Tensor) else type(logits).__name__
         if shape != expected:
             raise ValueError(f"the model returned {shape}, must be logits b num_classes={expected}")
-        if not self.layers:
-            return Output(logits, self.targets)
-        return Output(
-            logits=logits,
-            targets=self.targets,
-            score_loss=reduce(torch.add, [mix.difficulty.mean() for mix in self.layers]),
-            is_easy=reduce(torch.logical_or, [mix.is_easy for mix in self.layers]),
-            mask=reduce(torch.logical_or, [mix.mask for mix in self.layers]),
-            gain=reduce(torch.add, [mix.gain for mix in self.layers]),
-            layers=tuple(self.layers),
-            score_loss_weight=score_loss_weight,
-        )
+        return output_of(logits, self.targets, self.layers, score_loss_weight)
 
 
 def stand_in(

@@ -135,7 +135,8 @@ def _around(own: Tensor) -> Tensor:
     noise = torch.randn(own.shape, generator=generator, device=own.device)
     is_matrix = own.squeeze().ndim > 1
     size = own.squeeze()[0].numel() ** -0.5 if is_matrix else 1.0
-    return own.float().clamp(-size, size) + 0.5 * size * noise
+    finite = own.float().nan_to_num()  # a model that has diverged is named by its gains
+    return finite.clamp(-size, size) + 0.5 * size * noise
 
 
 def _exact(given: Any) -> Any:
