@@ -15,6 +15,7 @@ LAYERS = (
     ("runs",),
     ("training",),
     ("reporting", "start"),
+    ("check",),
     ("launch",),
     ("studies",),
     ("__init__",),

@@ -73,6 +73,12 @@ class Half:
         sizes = ((is_read and os.path.exists(x) and os.path.getsize(x), x) for x in names)
         return [f"{size} {name.removeprefix(root)}" for size, name in sizes]
 
+    def pixels(self) -> Iterator[bytes]:
+        """The images that a function has returned in a list, which lie in memory."""
+        for place in self.places if isinstance(self.items, list | tuple) else ():
+            image = np.asarray(self.items[place][0])
+            yield f"{image.dtype} {image.shape}".encode() + image.tobytes()
+
 
 class Data(NamedTuple):
     """A data set. `validation` is a part of the training images, or a folder of its own."""
@@ -215,8 +221,8 @@ def _read_all(half: Half, keep: Callable[[Image.Image], Any]) -> list[Any]:
 def record(data: Data, weights: str | None = None) -> dict[str, str]:
     """What a run is trained on: summary.json keeps it, and it is compared before it is reused.
 
-    Counts training, validation and held-out images, with a digest of their `content`, and, if a
-    run starts from a file of your own, the digest of this file.
+    Counts training, validation and held-out images, with a digest of their `content`, one of the
+    pixels of images in memory, and, if a run starts from a file of your own, that of this file.
     """
     parts = [x for x in (data.train, data.validation, data.held_out) if x is not None]
     digest = sha256()
@@ -225,6 +231,12 @@ def record(data: Data, weights: str | None = None) -> dict[str, str]:
     counts = " + ".join(f"{len(part):,}" for part in parts)
     classes = f"{len(data.classes):,} classes"
     found = {"images": f"{counts} images of {classes}, digest {digest.hexdigest()[:8]}"}
+    pixels = sha256()
+    for part in parts:
+        for image in part.pixels():
+            pixels.update(image)
+    if pixels.digest() != sha256().digest():
+        found["pixels"] = f"pixels with sha256 {pixels.hexdigest()[:8]}"
     if weights is not None:
         digest = sha256(Path(weights).read_bytes())
         found["weights"] = f"model.weights with sha256 {digest.hexdigest()[:8]}"
