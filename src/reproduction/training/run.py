@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from reproduction.config import Augmentation, Config, check_new
+from reproduction.config import Augmentation, Config
 from reproduction.data import loaders
 from reproduction.data.halves import Data, in_memory
 from reproduction.data.seeding import preserved_generators
@@ -100,26 +100,26 @@ def build(
 
 
 def check(config: Config) -> None:
-    """Raises UserError if the run cannot start; writes nothing but downloaded data."""
-    if not is_first_rank():
-        return
-    if not RunFolder.of(config).config_path.exists():  # what has begun may go on
-        check_new(config)
-    resolve_device(config.device, config.devices, config.recipe.precision, config.compile)
+    """Raises UserError if the run cannot start here; writes nothing but downloaded data."""
     data, batches, module, _ = build(config, World(0, config.devices, torch.device("meta")))
-    models.tokens_of(config.model, module)
+    check_model(config, module)
     try:
         loaders.build_training_images(config, data.train)[(0, 0)]
     except PlainError as error:
         raise UserError(f"the first training image: {error}") from error
-    cutmix = config.augmentation.cutmix
-    if cutmix is not None and cutmix.labels == "attention":
-        AttentionLabels(module.model)
     count = config.recipe.grad_accum_steps
     fewest = batches.global_size(len(batches) - 1) // config.devices
     if fewest < count:
         reason = f"some batches leave {fewest} images to a rank, allowed is 1..{fewest}"
         raise UserError(f"recipe.grad_accum_steps={count}: {reason}")
+
+
+def check_model(config: Config, module: TokenMixup) -> None:
+    """Raises UserError for what a pass of the model on the meta device refuses."""
+    models.tokens_of(config.model, module)
+    cutmix = config.augmentation.cutmix
+    if cutmix is not None and cutmix.labels == "attention":
+        AttentionLabels(module.model)
 
 
 def train(config: Config) -> dict[str, Any]:
