@@ -1,7 +1,7 @@
 """An opened data set: its halves, whose images are read from files or held in memory."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -99,6 +99,14 @@ class Half:
         root = str(self.folder.root)
         pairs = zip(_sizes(names), names, strict=True)
         return [f"{size} {name.removeprefix(root)}" for size, name in pairs]
+
+    def pixels(self) -> Iterator[bytes]:
+        """The images that a function has returned in a list, which lie in memory."""
+        if not isinstance(self.items, list | tuple):
+            return
+        for place in self.places:
+            image = np.asarray(self.items[place][0])
+            yield f"{image.dtype} {image.shape}".encode() + image.tobytes()
 
 
 def _sizes(paths: list[str]) -> list[int | bool]:

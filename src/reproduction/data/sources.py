@@ -214,8 +214,8 @@ def _split(data: Data, share: float, seed: int) -> Data:
 def record(data: Data, weights: str | None = None) -> dict[str, str]:
     """What a run is trained on: summary.json keeps it, and it is compared before it is reused.
 
-    Counts training, validation and held-out images, with a digest of their `content`, and, if a
-    run starts from a file of your own, the digest of this file.
+    Counts training, validation and held-out images, with a digest of their `content`, one of the
+    pixels of images in memory, and, if a run starts from a file of your own, that of this file.
     """
     halves = [half for half in (data.train, data.validation, data.held_out) if half is not None]
     digest = sha256()
@@ -225,6 +225,12 @@ def record(data: Data, weights: str | None = None) -> dict[str, str]:
     counts = " + ".join(f"{len(half):,}" for half in halves)
     classes = f"{len(data.classes):,} classes"
     facts = {"images": f"{counts} images of {classes}, digest {digest.hexdigest()[:8]}"}
+    pixels = sha256()
+    for half in halves:
+        for image in half.pixels():
+            pixels.update(image)
+    if pixels.digest() != sha256().digest():
+        facts["pixels"] = f"pixels with sha256 {pixels.hexdigest()[:8]}"
     if weights is not None:
         digest = sha256(Path(weights).read_bytes())
         facts["weights"] = f"model.weights with sha256 {digest.hexdigest()[:8]}"
