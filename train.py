@@ -13,7 +13,7 @@ import sys
 from reproduction.help import help_text
 from reproduction.launch import end, run_all
 from reproduction.runs import as_yaml
-from reproduction.start import Point, compose, expand, point, take
+from reproduction.start import compose, expand, point, take
 from reproduction.system import Parser, UserError, launched_ranks, one_line_errors, say
 
 
@@ -39,25 +39,16 @@ def main() -> int:
         say("---\n".join(as_yaml(x.config) for x in points), end="")
         return 0
     if numbers.pop("dry_run", 0):
-        from reproduction.studies.table import listing
+        from reproduction.studies.conclude import listing
 
         say(listing(points))
         return 0
     status = end("train.py", run_all(points, **numbers))
     if len(points) > 1 and "task" not in numbers:
+        from reproduction.studies.conclude import conclude
+
         conclude(points)
     return status
-
-
-def conclude(points: list[Point]) -> None:
-    """Prints the table of the runs that have begun, and where it and its plot are written."""
-    from reproduction.studies.plots import write_sweep
-
-    if folders := [x.folder.path for x in points if x.folder.config_path.exists()]:
-        table, files = write_sweep(folders, folders[0].parent)
-        say(f"\n{table}\nwritten to {', '.join(map(str, files))}")
-    done = sum(x.folder.is_finished() for x in points)
-    say(f"{done} of {len(points)} runs are finished")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ their status. Other words are overrides of train.py for all rows.
 """
 
 import sys
-from dataclasses import replace
-from pathlib import Path
 
 from reproduction.launch import end, run_all
 from reproduction.start import take
@@ -19,7 +17,7 @@ from reproduction.system import UserError, one_line_errors, say
 
 
 def main(words: list[str]) -> int:
-    """Shows or trains the runs, and writes the table of a study of your own; the exit status."""
+    """Shows or trains the runs, and prints and writes their tables; returns the exit status."""
     if {"-h", "--help"} & {*words}:
         say(__doc__.strip())
         return 0
@@ -31,21 +29,15 @@ def main(words: list[str]) -> int:
         raise UserError(f"scale={scale}: must be one of {', '.join(SCALES)}")
     if seeded := [word for word in more if word.startswith("seed=")]:
         raise UserError(f"{seeded[0]}: must be seeds=N, how many, from the study's first_seed on")
-    chosen, seeds = studies(name), own.get("seeds")
-    runs = plan(chosen, seeds, scale, more)
-    from reproduction.studies.table import listing, read_runs, study_table
+    points = plan(studies(name), own.get("seeds"), scale, more)
+    from reproduction.studies.conclude import conclude, listing
 
     if own.get("dry_run"):
-        say(listing(runs))
+        say(listing(points))
         return 0
-    status = end("reproduce.py", run_all(runs, own.get("jobs"), own.get("task")))
+    status = end("reproduce.py", run_all(points, own.get("jobs"), own.get("task")))
     if "task" not in own:
-        outputs = Path(runs[0].config.output_root)
-        say(listing(runs))
-        for key, study in chosen.items() if name.endswith(".yaml") and outputs.is_dir() else ():
-            trained = replace(study, seeds=seeds or study.seeds)
-            table = study_table(key, trained, read_runs(outputs), scale, more)
-            say(f"report: {table.write(outputs)[0]}")
+        conclude(points)
     return status
 
 

@@ -17,6 +17,7 @@ LAYERS = (
     ("words",),
     ("training",),
     ("reporting", "start"),
+    ("check",),
     ("launch",),
     ("studies",),
     ("__init__",),

@@ -10,8 +10,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 
+from reproduction.check import check
 from reproduction.config import TRAIN
-from reproduction.start import Point, check
+from reproduction.start import Point
 from reproduction.system import (
     CORES,
     OneLineError,

@@ -164,8 +164,9 @@ def test_a_proof_changes_nothing_of_the_model():
     before = copy.deepcopy(module.state_dict())
     modes = [part.training for part in module.modules()]
     state = torch.get_rng_state()
-    module._prove(batch_of(ALL["map: Multihead"])[0])
-    assert module._proofs.keys() == {0, 1, 2}
+    images, _ = batch_of(ALL["map: Multihead"])
+    module._proofs.prove(module.model, module._plans, images)
+    assert module._proofs.of.keys() == {0, 1, 2}
     assert torch.equal(torch.get_rng_state(), state)
     assert [part.training for part in module.modules()] == modes
     assert not any(part._forward_pre_hooks for part in module.modules())
@@ -197,9 +198,9 @@ class MeanSubtracting(nn.Module):
 def test_a_block_that_has_been_changed_is_proved_again(change: Callable[[Any], None]):
     module, batch = attached("map: Fused", vtm=VTM), batch_of(ALL["map: Fused"])
     module(*batch)
-    proofs = dict(module._proofs)
+    proofs = dict(module._proofs.of)
     module(*(x[:3] for x in batch))  # another size
-    assert module._proofs == proofs
+    assert module._proofs.of == proofs
     change(module)
     with pytest.raises(ValueError, match=r"block 2.*more tokens change"):
         module(*batch)
@@ -226,7 +227,7 @@ def test_a_block_that_gets_arguments_of_another_kind_is_proved_again():
     module(*batch_of(case))
     given["bias"] = torch.randn(1, 1, TOKENS, TOKENS)
     module(*batch_of(case))
-    assert module._proofs[LAYER].kinds == ((), (("bias", (4, True)),))
+    assert module._proofs.of[LAYER].kinds == ((), (("bias", (4, True)),))
     given["bias"] = [torch.randn(TOKENS, 2 * TOKENS)]
     with pytest.raises(ValueError, match="block 2"):
         module(*batch_of(case))
@@ -257,7 +258,7 @@ def test_a_detector_that_needs_no_map_takes_any_block():
         module(*batch_of(case))
     module.detect = lambda entry: entry.args[0].detach().norm(dim=-1).softmax(dim=-1)
     assert module(*batch_of(case)).mask.any()
-    module.detect = lambda entry: entry.watching() and module._told_detect(entry)
+    module.detect = lambda entry: entry.watching() and module._own_detect(entry)
     with pytest.raises(ValueError, match="2 attention maps"):
         module(*batch_of(case))
 

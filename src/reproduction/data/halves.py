@@ -1,7 +1,7 @@
 """An opened data set: its halves, whose images are read from files or held in memory."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -34,13 +34,14 @@ class Unreadable(PlainError):
 class Half:
     """Some of the images of `items`: `half[i]` is an RGB image and the index of its class.
 
-    `places` are theirs in `items`; `decoded` their pixels, if they are held in memory.
+    `places` are theirs in `items`; `decoded` their pixels, if they are held in memory, or why there
+    are none.
     """
 
     items: Items
     targets: list[int]
     places: Sequence[int]
-    decoded: list[np.ndarray | Unreadable] | None = None
+    decoded: list[np.ndarray | str] | None = None
 
     @classmethod
     def of(cls, items: Items, targets: Sequence[int]) -> "Half":
@@ -57,8 +58,8 @@ class Half:
     def _image(self, index: int) -> Image.Image:
         if self.decoded is not None:
             pixels = self.decoded[index]
-            if isinstance(pixels, Unreadable):
-                raise pixels
+            if isinstance(pixels, str):
+                raise Unreadable(pixels)
             return Image.fromarray(pixels)
         try:
             return rgb(self.items[self.places[index]][0])
@@ -99,6 +100,14 @@ class Half:
         pairs = zip(_sizes(names), names, strict=True)
         return [f"{size} {name.removeprefix(root)}" for size, name in pairs]
 
+    def pixels(self) -> Iterator[bytes]:
+        """The images that a function has returned in a list, which lie in memory."""
+        if not isinstance(self.items, list | tuple):
+            return
+        for place in self.places:
+            image = np.asarray(self.items[place][0])
+            yield f"{image.dtype} {image.shape}".encode() + image.tobytes()
+
 
 def _sizes(paths: list[str]) -> list[int | bool]:
     """The bytes of files; False for one that is not there, or if there are too many to ask."""
@@ -138,7 +147,7 @@ def in_memory(data: Data, names: Sequence[str], ranks: int) -> Data:
             continue
         room = left
         decoded = read_all(half, np.array)
-        broken = {i: str(x) for i, x in enumerate(decoded) if isinstance(x, Unreadable)}
+        broken = {i: x for i, x in enumerate(decoded) if isinstance(x, str)}
         if name == "train":
             check_share(broken, half)
         elif broken:
@@ -170,13 +179,13 @@ def _left(half: Half, room: int) -> int:
 
 
 def read_all(half: Half, keep: Callable[[Image.Image], Any]) -> list[Any]:
-    """What to keep of each image, or its error if it is unreadable."""
+    """What to keep of each image, or as a text why it is unreadable."""
 
     def each(index: int) -> Any:
         try:
             return keep(half[index][0])
         except Unreadable as error:
-            return error
+            return str(error)
 
     with ThreadPoolExecutor(8) as pool:  # decoding releases the GIL
         return list(pool.map(each, range(len(half))))

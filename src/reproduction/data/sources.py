@@ -169,11 +169,15 @@ def _remarks(halves: list[Half]) -> Iterator[str]:
 def _not_evaluated(data: Data) -> Iterator[str]:
     """Says which classes are trained on, and have no image to evaluate them."""
     for kind, half in (("held-out", data.held_out), ("validation", data.validation)):
-        missing = {*data.train.targets} - {*half.targets} if half is not None else None
+        if half is None:
+            continue
+        missing = sorted({*data.train.targets} - {*half.targets})
         if missing:
-            names = [data.classes[i] for i in sorted(missing)]
-            told = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-            yield f"{len(names)} of {len(data.classes)} classes have no {kind} image: {told}"
+            names = [data.classes[i] for i in missing[:3]]
+            if len(missing) > 3:
+                names.append("...")
+            count = f"{len(missing)} of {len(data.classes)} classes"
+            yield f"{count} have no {kind} image: {', '.join(names)}"
 
 
 def _limited(key: str, half: Half, limit: int | None) -> Half:
@@ -210,8 +214,8 @@ def _split(data: Data, share: float, seed: int) -> Data:
 def record(data: Data, weights: str | None = None) -> dict[str, str]:
     """What a run is trained on: summary.json keeps it, and it is compared before it is reused.
 
-    Counts training, validation and held-out images, with a digest of their `content`, and, if a
-    run starts from a file of your own, the digest of this file.
+    Counts training, validation and held-out images, with a digest of their `content`, one of the
+    pixels of images in memory, and, if a run starts from a file of your own, that of this file.
     """
     halves = [half for half in (data.train, data.validation, data.held_out) if half is not None]
     digest = sha256()
@@ -221,6 +225,12 @@ def record(data: Data, weights: str | None = None) -> dict[str, str]:
     counts = " + ".join(f"{len(half):,}" for half in halves)
     classes = f"{len(data.classes):,} classes"
     facts = {"images": f"{counts} images of {classes}, digest {digest.hexdigest()[:8]}"}
+    pixels = sha256()
+    for half in halves:
+        for image in half.pixels():
+            pixels.update(image)
+    if pixels.digest() != sha256().digest():
+        facts["pixels"] = f"pixels with sha256 {pixels.hexdigest()[:8]}"
     if weights is not None:
         digest = sha256(Path(weights).read_bytes())
         facts["weights"] = f"model.weights with sha256 {digest.hexdigest()[:8]}"
@@ -301,7 +311,7 @@ def unlabelled(folder: Path, classes: list[str]) -> Data:
     """
     items = Unlabelled(folder, allow_empty=True)
     half = Half.of(items, items.targets)
-    problems = read_all(half, lambda image: None)
+    problems: list[str | None] = read_all(half, lambda image: None)
     broken = [f"left out: {problem}" for problem in problems if problem is not None]
     if len(broken) == len(half):
         raise UserError(f"images={folder}: " + "; ".join(["no readable image", *broken[:1]]))

@@ -99,7 +99,10 @@ class Loader:
     def _checked(self, batches: Iterator[Batch | OneLineError]) -> Iterator[list[Tensor]]:
         for batch in batches:
             if isinstance(batch, OneLineError):
-                raise batch
+                try:
+                    raise batch
+                finally:
+                    del batch  # which would keep this frame, and so the workers
             self.unreadable |= batch.unreadable
             yield [batch.images, batch.classes]
 
