@@ -132,8 +132,8 @@ bench: .venv/installed  ## measure what HTM and VTM add to a step on this machin
 	  $(if $(OUTPUTS),--out "$(OUTPUTS)/bench.json")
 
 # A test that hangs or crashes ends its worker, and the next one goes on.
-check-gpu: .venv/installed-dev  ## check a GPU against the CPU
-	$(BIN)/python -m pytest tests/gpu --device cuda -n 1 -m "slow or not slow" -o faulthandler_timeout=200 \
+check-gpu: .venv/installed-dev  ## check a GPU against the CPU, and the kernels for it
+	$(BIN)/python -m pytest tests/gpu tests/tokenmixup/test_kernels.py --device cuda -n 1 -m "slow or not slow" -o faulthandler_timeout=200 \
 	  -o faulthandler_exit_on_timeout=true --report "$(or $(OUTPUTS),outputs)/check-gpu/check.md"
 
 chaos: .venv/installed-dev  ## kill runs and ranks many times, and compare with undisturbed ones; KILLS=10 of each run
