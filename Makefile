@@ -75,7 +75,8 @@ test-lowest: .venv-tools/installed  ## run `make test` with the lowest versions 
 REPRODUCE = $(if $(DATA),DATA="$(DATA)") $(BIN)/python -m scripts.reproduce
 WORDS = $(if $(SEEDS),seeds=$(SEEDS)) $(if $(SCALE),scale=$(SCALE)) $(if $(DEVICES),devices=$(DEVICES)) \
   $(if $(OUTPUTS),output_root="$(OUTPUTS)") $(SET) $(if $(JOBS),jobs=$(JOBS)) $(if $(DRY_RUN),dry_run=$(DRY_RUN))
-LATENCY = $(BIN)/python -m scripts.latency $(if $(filter smoke,$(SCALE)),--rounds 1 --images 2)
+RUNS_IN = $(or $(OUTPUTS),outputs$(if $(filter smoke,$(SCALE)),/smoke))
+LATENCY = $(BIN)/python -m scripts.latency --outputs "$(RUNS_IN)" $(if $(filter smoke,$(SCALE)),--rounds 1 --images 2)
 STUDY_figure3 := table1/cifar100_htm seeds=1
 STUDY_figure4 := table1/cifar100_htm
 STUDY_openmixup := results/openmixup_cifar100.yaml
@@ -90,8 +91,8 @@ reproduce-figure4:  ## train the runs of Figure 4: mixed samples per batch over 
 reproduce-openmixup:  ## train DeiT-S on CIFAR-100 by OpenMixup's protocol, with HTM and VTM
 reproduce-all:  ## train all tables, figures and sweeps; SCALE=smoke runs everything in minutes
 $(REPRODUCED): reproduce-%: .venv/installed
-	$(REPRODUCE) $(or $(STUDY_$*),$*) $(WORDS)
 	$(if $(filter table3 all,$*),$(if $(filter-out 0,$(DRY_RUN)),,$(LATENCY)))
+	$(REPRODUCE) $(or $(STUDY_$*),$*) $(WORDS)
 
 sweep-tau:  ## train HTM with tau from 0 (mixes no sample) to inf (all samples)
 sweep-rho:  ## train HTM with rho from 0 to inf (replaces no token)
@@ -150,8 +151,8 @@ check-published: .venv/installed  ## evaluate the published checkpoints and comp
 	$(if $(DATA),DATA="$(DATA)") $(BIN)/python -m scripts.check_published \
 	  "$(or $(WEIGHTS),$(error WEIGHTS=: must be the folder of the published files))" $(if $(OUTPUTS),output_root="$(OUTPUTS)")
 
-report: .venv/installed  ## write tables, sweeps and figures with our results to outputs/report
-	$(BIN)/python -m scripts.report $(if $(SCALE),--scale $(SCALE)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)") \
+report: .venv/installed  ## write the tables of all runs and their page to outputs/report, without training
+	$(BIN)/python -m scripts.report $(if $(SCALE),--scale $(SCALE)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)") $(if $(SEEDS),--seeds $(SEEDS)) \
 	  $(if $(DEVICES),devices=$(DEVICES)) $(SET)
 
 clean:  ## remove .venv and caches, keep outputs/

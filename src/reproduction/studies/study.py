@@ -143,6 +143,13 @@ class Cell:
     words: list[str]
     label: str  # names it in lists and folders
 
+    @property
+    def text(self) -> str:
+        """What a table shows of it."""
+        if self.row.row and not self.id.point:
+            return self.row.row
+        return self.label.partition("/")[2]
+
 
 def cells(name: str, study: Study) -> list[Cell]:
     """Returns what is trained of a study, which was typed by this name."""

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,7 @@ from reproduction.runs import RowId, changes_result, digest, key, settings
 from reproduction.start import Point
 from reproduction.studies.results import ON_TEST, ON_VALIDATION, OUTCOMES, Counted, Run, counted
 from reproduction.studies.study import (
-    MIXING,
     PAPERS,
-    SHORT,
     Cell,
     Study,
     cells,
@@ -55,14 +53,14 @@ def says(outcome: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What of a study is planned: the key that the runs of a row share, and the seeds."""
+    """What of a study is planned."""
 
     name: str  # as typed
     study: Study
-    keys: dict[RowId, str]
+    cells: list[Cell]
+    keys: dict[RowId, str]  # of each cell, which the runs of its seeds share
     seeds: list[int]
-    more: list[str] = field(default_factory=list)  # words beyond those of the study
-    is_smoke: bool = False
+    more: list[str]  # settings that are not the study's
 
     @property
     def runs(self) -> int:
@@ -71,48 +69,47 @@ class Planned:
     @property
     def file(self) -> str:
         """The name of its files: the study's, and what distinguishes this from all of it."""
-        parts = [Path(self.name).stem]
-        rows = list(dict.fromkeys(row.row for row in self.keys))
-        number = 1 if self.is_smoke else self.study.seeds
-        if rows != [*self.study.rows]:
+        study, parts = self.study, [Path(self.name).stem]
+        rows = list(dict.fromkeys(cell.id.row for cell in self.cells))
+        if rows != list(study.rows):
             parts.append("+".join(rows))
-        if self.seeds != [*range(self.study.first_seed, self.study.first_seed + number)]:
+        if self.seeds != list(range(study.first_seed, study.first_seed + study.seeds)):
             parts.append(f"seeds={len(self.seeds)}")
         if self.more:
             parts.append(digest(sorted(self.more)))
         return "-".join(parts)
 
+    @property
+    def about(self) -> list[str]:
+        """Says what distinguishes the runs from those that the study names."""
+        if not self.more:
+            return []
+        words = ", ".join(f"`{word}`" for word in self.more)
+        return [f"With {words}; seeds {', '.join(map(str, self.seeds))}."]
+
 
 def planned(points: Sequence[Point]) -> list[Planned]:
-    """Returns the studies that these points are the runs of."""
+    """Returns the studies that these points are the runs of, the paper's in its order."""
     typed = dict.fromkeys(row.study for point in points for row in point.rows)
     papers = [name for name in PAPERS if name in typed]
-    found = []
-    for name in papers or typed:
-        (study,) = studies(name).values()
-        keys, seeds, words = dict[RowId, str](), set[int](), dict[str, None]()
-        for point in points:
-            for row in point.rows:
-                if row.study == name:
-                    keys[row] = point.key
-                    seeds.add(point.config.seed)
-                    words |= dict.fromkeys(point.words)
-        each = [cell for cell in cells(name, study) if cell.id in keys]
-        own = {word for cell in each for word in cell.words}
-        is_smoke = {*SHORT} <= words.keys()
-        if is_smoke:
-            own |= {*SHORT, *study.smoke, *MIXING}
-        found.append(
-            Planned(
-                name=name,
-                study=study,
-                keys={cell.id: keys[cell.id] for cell in each},
-                seeds=sorted(seeds),
-                more=[word for word in words if word not in own and _is_setting(word)],
-                is_smoke=is_smoke,
-            )
-        )
-    return found
+    return [_planned(name, points) for name in papers or typed]
+
+
+def _planned(name: str, points: Sequence[Point]) -> Planned:
+    (study,) = studies(name).values()
+    own = [point for point in points if any(row.study == name for row in point.rows)]
+    keys = {row: point.key for point in own for row in point.rows}
+    each = [cell for cell in cells(name, study) if cell.id in keys]
+    written = {word for cell in each for word in cell.words}
+    words = dict.fromkeys(word for point in own for word in point.words)
+    return Planned(
+        name=name,
+        study=study,
+        cells=each,
+        keys={cell.id: keys[cell.id] for cell in each},
+        seeds=sorted({point.config.seed for point in own}),
+        more=[word for word in words if word not in written and _is_setting(word)],
+    )
 
 
 def _is_setting(word: str) -> bool:
@@ -128,7 +125,7 @@ def study_table(plan: Planned, runs: Sequence[Run], outputs: Path | None = None)
     study, of_rows = plan.study, {*plan.keys.values()}
     chosen = counted([run for run in runs if run.key in of_rows and run.seed in plan.seeds])
     shown, notes = chosen.runs, [*study.notes]
-    if study.looks and not (plan.is_smoke or plan.more):
+    if study.looks and not plan.more:
         seeds, note = look(study, len(of_rows), chosen.runs)
         shown = [run for run in chosen.runs if run.seed in seeds]
         notes.insert(0, note)
@@ -148,7 +145,7 @@ def study_table(plan: Planned, runs: Sequence[Run], outputs: Path | None = None)
     return Table(
         name=plan.file,
         title=study.title,
-        about=[*about(plan), *says(tested)],
+        about=[*plan.about, *says(tested)],
         sections=sections,
         counted=chosen,
         notes=notes,
@@ -178,16 +175,6 @@ def latencies(study: Study, outputs: Path) -> dict[str, pd.DataFrame]:
     return {f"Latency: {measured['about']}": pd.DataFrame(rows)}
 
 
-def about(plan: Planned) -> list[str]:
-    """Says what distinguishes the runs from those that the study names."""
-    words = [f"`{word}`" for word in plan.more]
-    if plan.is_smoke:
-        words.insert(0, "smoke scale: four batches of eight digits")
-    if not words:
-        return []
-    return [f"Of all rows: {', '.join(words)}; seeds {', '.join(map(str, plan.seeds))}."]
-
-
 def _title(column: str, outcome: str, is_tested: bool) -> str:
     title = OUTCOMES[outcome].title.capitalize()
     if is_tested:
@@ -199,36 +186,27 @@ def _title(column: str, outcome: str, is_tested: bool) -> str:
 
 def entries_of(plan: Planned) -> list[Entry]:
     """Returns the rows of a study, with what is printed, then those that it quotes."""
-    study = plan.study
-    each = {cell.id: cell for cell in cells(plan.name, study)}
-    pairs = comparisons([*each.values()])
+    each = {cell.id: cell for cell in plan.cells}
+    pairs = comparisons(plan.cells)
     entries = []
-    for row, identity in plan.keys.items():
-        cell, base = each[row], pairs.get(row)
+    for cell in plan.cells:
         entry = Entry(
-            id=row,
-            heads={"row": _text(cell)},
-            key=identity,
+            id=cell.id,
+            heads={"row": cell.text},
+            key=plan.keys[cell.id],
             role=cell.row.role,
             printed=cell.row.printed,
         )
-        if base in plan.keys:
-            printed = each[base].row.printed
-            gap = entry.printed.get("top1", nan) - printed.get("top1", nan)
-            text = _text(each[base])
-            entry = replace(entry, against=base, against_text=text, printed_difference=gap)
+        if cell.id in pairs:
+            base = each[pairs[cell.id]]
+            gap = cell.row.printed.get("top1", nan) - base.row.printed.get("top1", nan)
+            entry = replace(entry, against=base.id, against_text=base.text, printed_difference=gap)
         entries.append(entry)
-    for name, columns in study.quoted.items():
+    for name, columns in plan.study.quoted.items():
         for column, printed in columns.items():
             quoted = RowId(plan.name, name, column=column)
             entries.append(Entry(id=quoted, heads={"row": name}, printed=printed))
     return entries
-
-
-def _text(cell: Cell) -> str:
-    if cell.id.point or not cell.row.row:
-        return cell.label.partition("/")[2]
-    return cell.row.row
 
 
 def look(study: Study, rows: int, runs: Sequence[Run]) -> tuple[Sequence[int], str]:
