@@ -19,6 +19,7 @@ LAYERS = (
     ("reporting", "start"),
     ("launch",),
     ("studies",),
+    ("application",),
     ("__init__",),
 )
 LIBRARY = {"torch", "numpy", "scipy", "einops", "tokenmixup"}  # what the library may import
