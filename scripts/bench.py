@@ -27,13 +27,13 @@ from reproduction.system import (
     Parser,
     UserError,
     first_line,
+    git_revision,
     hardware_name,
     one_line_errors,
     say,
     write_text,
 )
 from reproduction.training.ranks import World, resolve_device
-from reproduction.training.run import git_revision
 from reproduction.training.step import Trainer
 from scripts import positive
 from tokenmixup.assignment import gain_matrix, optimal_donors

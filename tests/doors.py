@@ -7,6 +7,7 @@ the experiments call their parts. Programs run in this process, in the current f
 """
 
 import json
+import logging
 import os
 import runpy
 import signal
@@ -85,6 +86,8 @@ def run(program: str, *words: str, apart: bool = False, draws: bool = True) -> R
         out, err = (stack.enter_context(_captured(number)) for number in (1, 2))
         stack.enter_context(mock.patch.dict(os.environ))
         stack.enter_context(mock.patch.object(sys, "argv", [path, *words]))
+        handlers = [*logging.root.handlers]  # Hydra adds its own
+        stack.enter_context(mock.patch.object(logging.root, "handlers", handlers))
         if not draws:
             stack.enter_context(mock.patch.object(Figure, "savefig", _touch))
         status = _status_of(path)
@@ -218,7 +221,10 @@ class Run:
     def facts(self) -> dict[str, Any]:
         """State, best weights, lines and results by dotted names, but for times."""
         results = {key: x for key, x in self.summary.items() if key.startswith(RESULTS)}
-        parts = {"state": self.checkpoint(), "best": self.best(), "lines": self.lines}
+        state = self.checkpoint()
+        for copy in ("config", "summary"):  # which are compared as files
+            state.pop(copy, None)
+        parts = {"state": state, "best": self.best(), "lines": self.lines}
         leaves = _leaves({**parts, "summary": results})
         return {key: x for key, x in leaves if key.rpartition(".")[2] not in TIMES}
 
@@ -239,6 +245,21 @@ def same(run: Run, other: Run) -> list[str]:
     """Returns the names of the facts in which two runs differ."""
     ours, theirs = run.facts(), other.facts()
     return [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
+
+
+# What a run calls in its step, in its loader (also in a worker) and in its evaluation.
+PLACES = {
+    "step": "reproduction.training.step.learning_rate",
+    "loader": "reproduction.data.loaders.seed_generators",
+    "evaluation": "reproduction.training.evaluate.evaluating",
+}
+
+
+@contextmanager
+def planted(place: str, bug: Callable[[], object]) -> Iterator[None]:
+    """Lets the programs of this process meet a bug."""
+    with mock.patch(PLACES[place], lambda *_: bug()):
+        yield
 
 
 def runs(root: str | Path = "outputs") -> list[Run]:

@@ -30,6 +30,7 @@ from PIL import Image
 
 OWN = ("dataset=custom", "dataset.source=tests.images:digits", "dataset.workers=0")
 EVENT, LOG = "TESTS_IMAGES_EVENT", "TESTS_IMAGES_LOG"
+UNREADABLE = "TESTS_IMAGES_UNREADABLE"
 read = {"train": 0, "held_out": 0}  # images by this process since the event was chosen
 
 
@@ -53,6 +54,14 @@ def recorded(path: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def unreadable(*indices: int, half: str = "train") -> Iterator[None]:
+    """Lets these images of a half fail as Pillow does on content that it cannot decode."""
+    places = [f"{half} {index}" for index in indices]
+    with mock.patch.dict(os.environ, {UNREADABLE: ",".join(places)}):
+        yield
+
+
 class Half(Sequence[tuple[np.ndarray, int]]):
     """Half of the data: (image `h w`, class) pairs."""
 
@@ -64,14 +73,19 @@ class Half(Sequence[tuple[np.ndarray, int]]):
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:  # type: ignore[override]
         _happen(self.name, index)
+        if f"{self.name} {index}" in os.environ.get(UNREADABLE, "").split(","):
+            raise OSError("image file is truncated")
         return self.images[index], self.targets[index]
 
 
-def digits(train: int = 60, held_out: int = 30) -> tuple[Half, Half]:
-    """The first and the last of scikit-learn's digits."""
+def digits(train: int = 60, held_out: int = 30, replaced: int | None = None) -> tuple[Half, Half]:
+    """The first and the last of scikit-learn's digits; one may be `replaced` by the next one."""
     images, targets = _digits()
+    order = np.arange(train)
+    if replaced is not None:
+        order[replaced] = (replaced + 1) % train
     return (
-        Half("train", images[:train], targets[:train]),
+        Half("train", images[order], [targets[i] for i in order]),
         Half("held_out", images[-held_out:], targets[-held_out:]),
     )
 

@@ -28,7 +28,7 @@ MORE = {  # file of the library -> what it alone may import
     "kernels": {"triton"},
 }
 STANDARD = {"collections", "contextlib", "dataclasses", "functools", "importlib", "inspect"}
-STANDARD |= {"itertools", "math", "operator", "re", "typing", "warnings"}
+STANDARD |= {"itertools", "math", "numbers", "operator", "re", "typing", "warnings"}
 
 
 def imports(path: Path) -> Iterator[str]:

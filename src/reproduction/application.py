@@ -17,7 +17,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from reproduction.help import help_text
 from reproduction.launch import (
-    Launch,
     Sweep,
     check_choice,
     end,
@@ -91,25 +90,29 @@ def help_of(*, _root_: DictConfig) -> str:
 def train(tree: DictConfig) -> float | None:
     """Trains the run of a tree: the only one, or a job of a sweep that another launcher runs."""
     own: Any = HydraConfig.get()
-    launch = launch_of(tree)
     if own.mode == RunMode.MULTIRUN:
-        return train_job(tree, own, launch)
-    with one_line_errors(program()):
-        point = point_of(tree, typed_words(own))
-        launch.refuse("jobs", "task", reason="needs -m")
-        if launch.dry_run:
-            from reproduction.studies.table import listing  # imports pandas
-
-            say(listing([point]))
-            return None
-        (error,) = run_all([point])
-        if error is not None:
-            raise error
-        return objective(point, launch.objective)
+        return train_job(tree, own)
+    with one_line_errors(program()):  # before Hydra prints them
+        return train_alone(tree, own)
 
 
-def train_job(tree: DictConfig, own: Any, launch: Launch) -> float | None:
+def train_alone(tree: DictConfig, own: Any) -> float | None:
+    launch, point = launch_of(tree), point_of(tree, typed_words(own))
+    launch.refuse("jobs", "task", reason="needs -m")
+    if launch.dry_run:
+        from reproduction.studies.table import listing  # imports pandas
+
+        say(listing([point]))
+        return None
+    (error,) = run_all([point])
+    if error is not None:
+        raise error
+    return objective(point, launch.objective)
+
+
+def train_job(tree: DictConfig, own: Any) -> float | None:
     """Trains a point for any launcher but ours, and notes for the end of the sweep how it ended."""
+    launch = launch_of(tree)
     reason = f"is for hydra/launcher=checked, not {own.launcher._target_}"
     launch.refuse("jobs", "task", "dry_run", reason=reason)
     point, sweep = point_of(tree, typed_words(own)), Sweep(Path(own.sweep.dir))

@@ -283,6 +283,19 @@ class Config:
         return max(1, min(MOST_WORKERS, usable_cores() // local_ranks(self.devices)))
 
 
+def check_new(config: Config) -> None:
+    """Raises UserError for values that the schema reads of saved runs, and that no new one has."""
+    recipe = config.recipe
+    for name, values in (("mean", config.dataset.mean), ("std", config.dataset.std)):
+        if max(values) > 1:
+            shares = [round(value / 255, 4) for value in values]
+            rule = f"must be of pixels in 0..1, perhaps {shares}"
+            raise UserError(f"dataset.{name}={values}: {rule}")
+    if recipe.warmup_epochs > recipe.epochs:
+        rule = f"must be at most recipe.epochs={recipe.epochs}, or the rate never arrives"
+        raise UserError(f"recipe.warmup_epochs={recipe.warmup_epochs}: {rule}")
+
+
 # parts of the place of an error that are no keys: tags and members of unions
 UNIONS = re.compile(r"cct|vit|library|int|bool|.*\W.*")
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -47,7 +48,7 @@ class Launch:
         """Raises UserError for each of these that is set."""
         for name in names:
             value = getattr(self, name)
-            if value not in (None, False):
+            if value is not None and value is not False:
                 raise UserError(f"{name}={value}: {reason}")
 
 
@@ -68,12 +69,14 @@ def run_all(points: Sequence[Point], jobs: int | None = None) -> list[OneLineErr
     KeyboardInterrupt, a second one ends at once.
     """
     check(points)
+    finished = [point.folder.is_finished() for point in points]
     outcomes = [*map(here, points)] if jobs is None else in_processes(points, jobs)
-    return [
-        # another process may have held its lock, and finished it meanwhile
-        None if isinstance(error, UserError) and point.folder.is_finished() else error
-        for point, error in zip(points, outcomes, strict=True)
-    ]
+    errors = list[OneLineError | None]()
+    for point, error, was_finished in zip(points, outcomes, finished, strict=True):
+        # another process may have held the lock, and finished the run meanwhile
+        is_done = not was_finished and point.folder.is_finished()
+        errors.append(None if isinstance(error, UserError) and is_done else error)
+    return errors
 
 
 def here(point: Point) -> OneLineError | None:
@@ -84,11 +87,17 @@ def here(point: Point) -> OneLineError | None:
 
     say(str(point.folder.path))
     try:
-        write_report(point.folder, run_training(point.config))
+        write_report(point.folder, run_training(point.config, origin(point)))
     except Exception as error:
         end = ending(error, point.config)
         return type(end)(str(end))  # without the traceback, which holds the model
     return None
+
+
+def origin(point: Point) -> dict[str, Any]:
+    """Returns how a run can be typed again."""
+    command = ["python", "train.py", *same_files(), *point.words]
+    return {"overrides": list(point.words), "command": shlex.join(command)}
 
 
 def shares(jobs: int, devices: int) -> Iterator[Share]:

@@ -5,14 +5,18 @@ metrics.jsonl     one line per training step and one per evaluated epoch
 summary.json      status (running, finished, interrupted, failed), data, result, accuracies by epoch
 .lock             held by the training process
 checkpoints/      last.pt and older ones to resume from, best.safetensors for evaluation
+
+A checkpoint holds configuration and summary as well, and counts where a loss of power has damaged
+the files beside it.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import lru_cache, reduce
 from pathlib import Path
@@ -24,8 +28,13 @@ from filelock import FileLock, Timeout
 from reproduction.config import SOURCES, Config, parse
 from reproduction.system import (
     UserError,
+    flush,
     is_first_rank,
+    is_left_over,
     launched_ranks,
+    reason_of,
+    replacing,
+    warn,
     write_text,
 )
 
@@ -162,18 +171,36 @@ class RunFolder:
         assert config.name is not None, "start.point() sets the name"
         return cls(Path(config.output_root, config.name))
 
+    # What is here
+
     def check(self, config: Config) -> None:
         """Raises UserError if this folder cannot be used for this run."""
-        if not (is_first_rank() and os.path.lexists(self.path)):
+        if not is_first_rank():
             return  # the first rank may already have created it for the others
-        if self.lock_path.exists() and not self.config_path.exists():
-            return  # of a run that was killed before it wrote its configuration
-        reason = "exists; resume it with resume=auto or choose another name"
-        if config.resume == "auto":
-            found = changes(config, self.read_config())
-            reason = f"holds another run, this one has {', '.join(found)}" if found else ""
-        if reason:
-            raise UserError(f"name={config.name}: {self.path} {reason}")
+        place = next(x for x in self.path.absolute().parents if os.path.lexists(x))
+        if not place.is_dir():
+            raise UserError(f"output_root={config.output_root}: {place} is no folder")
+        if not self.is_begun():
+            return
+        if config.resume != "auto":
+            advice = "resume it with resume=auto or choose another name"
+            raise UserError(f"name={config.name}: {self.path} exists; {advice}")
+        if found := changes(config, self.read_config()):
+            others = ", ".join(found)
+            raise UserError(
+                f"name={config.name}: {self.path} holds another run, this one has {others}"
+            )
+
+    def is_begun(self) -> bool:
+        """Whether anything is here: an empty folder is no run.
+
+        Nor is that of a process that was killed before it wrote the configuration.
+        """
+        if not os.path.lexists(self.path):
+            return False
+        if self.lock_path.exists():
+            return self.config_path.exists() or bool(self.checkpoints())
+        return not self.path.is_dir() or any(self.path.iterdir())
 
     def check_data(self, now: Mapping[str, str]) -> None:
         """Raises UserError if the run has begun on other data than those of the record `now`."""
@@ -185,59 +212,37 @@ class RunFolder:
                 "choose another output_root, or move that folder away"
             )
 
-    def begin(self, config: Config, checkpoint: Path | None, metrics_size: int) -> None:
-        """Creates the folder, or takes it back to a checkpoint: the newest that is not damaged.
-
-        `metrics_size` are the bytes of metrics.jsonl that the checkpoint has recorded.
-        """
-        self.last_path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(self.config_path, as_yaml(config))
-        self.metrics_path.touch()
-        os.truncate(self.metrics_path, metrics_size)
-        if checkpoint is not None:
-            os.replace(checkpoint, self.last_path)
-
-    def read_config(self) -> Config:
-        """Returns the configuration. Raises UserError if this is not a run folder."""
-        with _named(self.config_path):
-            return saved(yaml.safe_load(self.config_path.read_text()))
-
-    def read_summary(self) -> dict[str, Any]:
-        """Returns the summary, empty if none has been written."""
-        if not self.summary_path.exists():
-            return {}
-        with _named(self.summary_path):
-            return {**json.loads(self.summary_path.read_text())}
-
     def is_finished(self) -> bool:
         """Whether the run is finished and has its result."""
         return self.read_summary().get("status") == "finished"
 
-    def write_summary(self, **entries: Any) -> dict[str, Any]:
-        """Adds entries to the summary and returns the result."""
-        summary = self.read_summary() | entries
-        write_text(self.summary_path, json.dumps(summary, indent=2) + "\n")
-        return summary
+    def status(self) -> str:
+        """Returns finished, running, failed, interrupted (also if it was killed) or not started.
 
-    def read_metrics(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Returns (step lines, epoch lines) of metrics.jsonl."""
-        if not self.metrics_path.exists():
-            return [], []
-        with _named(self.metrics_path):
-            text, _, _ = self.metrics_path.read_text().rpartition("\n")  # drops a truncated line
-            lines = [{**json.loads(line)} for line in text.splitlines()]
-        return [x for x in lines if "step" in x], [x for x in lines if "step" not in x]
+        The lock's owner must not call this.
+        """
+        status = self.read_summary().get("status")
+        if status == "finished":
+            return "finished"
+        if self.is_locked():
+            return "running"
+        if status == "failed":
+            return "failed"
+        return "interrupted" if self.config_path.exists() else "not started"
 
-    def append_metrics(self, line: Mapping[str, Any]) -> None:
-        """Appends a line; a part that a full disk leaves of it is cut off on a resume."""
-        with self.metrics_path.open("a") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
-
-    def metrics_size(self) -> int:
-        return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
+    def is_locked(self) -> bool:
+        """Whether a process trains this run. To ask, it is enough that the lock can be read."""
+        if not os.path.lexists(self.lock_path):
+            return False
+        with _named(self.lock_path), self.lock_path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
 
     def checkpoints(self) -> list[Path]:
-        """Returns the checkpoints to resume from, newest first; a kill may leave only the older."""
+        """Returns the checkpoints to resume from, newest first."""
         return [path for path in (self.last_path, self.previous_path) if path.exists()]
 
     def weights(self, which: str) -> list[Path]:
@@ -253,22 +258,171 @@ class RunFolder:
             raise UserError(f"run={self.path} weights={which}: {reason}")
         return files[which]
 
-    def status(self) -> str:
-        """Returns finished, running, failed, interrupted (also if it was killed) or not started.
+    # Reading
 
-        The lock's owner must not call this.
+    def read_config(self) -> Config:
+        """Returns the configuration, of a checkpoint if the file is damaged.
+
+        Raises UserError if this is not a run folder.
         """
-        status, lock = self.read_summary().get("status"), self.lock_path
-        if status == "finished":
-            return "finished"
         try:
-            with FileLock(lock, timeout=0) if lock.exists() else nullcontext():
-                pass
-        except Timeout:
-            return "running"
-        if status == "failed":
-            return "failed"
-        return "interrupted" if self.config_path.exists() else "not started"
+            with _named(self.config_path):
+                raw = _whole_yaml(self.config_path.read_text())
+        except UserError as error:
+            raw = self._rescued("config", error)
+            if not raw:
+                raise
+        with _named(self.config_path):
+            return saved(raw)
+
+    def read_summary(self) -> dict[str, Any]:
+        """Returns the summary, of a checkpoint if the file is damaged; empty if there is none."""
+        if not (self.summary_path.exists() or self.checkpoints()):
+            return {}
+        try:
+            with _named(self.summary_path):
+                return {**json.loads(self.summary_path.read_text())}
+        except UserError as error:
+            if self.best_path.exists() and not self.checkpoints():
+                raise  # the weights of a run that may be finished
+            return self._rescued("summary", error)
+
+    def _rescued(self, entry: str, error: UserError) -> dict[str, Any]:
+        """Returns what the newest checkpoint holds of a damaged file, empty if nothing.
+
+        Raises the `error` of a file that is perhaps not damaged, but cannot be read now.
+        """
+        cause = error.__cause__
+        if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+            raise error
+        paths = self.checkpoints()
+        if not paths:
+            return {}
+        kept = _kept(tuple(paths), paths[0].stat().st_mtime_ns)
+        if entry in kept:
+            _warn_once(f"{error}; a checkpoint holds the {entry}")
+        elif entry == "summary":
+            _warn_once(f"{error}; the run goes on without the summary")
+        return kept.get(entry, {})
+
+    def read_metrics(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Returns (step lines, epoch lines) of metrics.jsonl."""
+        if not self.metrics_path.exists():
+            return [], []
+        with _named(self.metrics_path):
+            text, _, _ = self.metrics_path.read_text().rpartition("\n")  # drops a truncated line
+            lines = [{**json.loads(line)} for line in text.splitlines()]
+        return [x for x in lines if "step" in x], [x for x in lines if "step" not in x]
+
+    def metrics_size(self) -> int:
+        return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
+
+    # Writing, by the process that holds the lock
+
+    def begin(self, config: Config, checkpoint: Path | None, metrics_size: int) -> None:
+        """Creates the folder, or takes it back to a checkpoint: the newest that is not damaged.
+
+        `metrics_size` are the bytes of metrics.jsonl that the checkpoint has recorded.
+        """
+        self.last_path.parent.mkdir(parents=True, exist_ok=True)
+        flush(self.path.parent)
+        write_text(self.config_path, f"{YAML_BEGIN}{as_yaml(config)}{YAML_END}")
+        self.metrics_path.touch()
+        os.truncate(self.metrics_path, self._usable_metrics(metrics_size))
+        flush(self.metrics_path)
+        if checkpoint is not None:
+            os.replace(checkpoint, self.last_path)
+            flush(self.last_path.parent)
+
+    def _usable_metrics(self, recorded: int) -> int:
+        """Returns the bytes of whole lines among the recorded ones; warns if some are lost."""
+        with self.metrics_path.open("rb") as file:
+            content = file.read(recorded)
+        size = 0
+        for line in content.splitlines(keepends=True):
+            if not _is_whole(line):
+                break
+            size += len(line)
+        if size < recorded:
+            lost = f"{recorded - size:,} of {recorded:,} bytes are lost"
+            _warn_once(f"{self.metrics_path}: {lost}; the weights and the results are not")
+        return size
+
+    def write_summary(self, **entries: Any) -> dict[str, Any]:
+        """Adds entries to the summary and returns the result."""
+        summary = self.read_summary() | entries
+        write_text(self.summary_path, json.dumps(summary, indent=2) + "\n")
+        return summary
+
+    def append_metrics(self, line: Mapping[str, Any]) -> None:
+        """Appends a line; a part that a full disk leaves of it is cut off on a resume."""
+        with self.metrics_path.open("a") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def flush_metrics(self) -> int:
+        """Waits until metrics.jsonl is on the disk, and returns its size."""
+        flush(self.metrics_path)
+        return self.metrics_size()
+
+    def keep_last(self) -> None:
+        """Keeps last.pt as the previous checkpoint too, before another one replaces it."""
+        if not self.last_path.exists():
+            return
+        try:
+            with replacing(self.previous_path) as temporary:
+                os.link(self.last_path, temporary)
+        except OSError:  # a file system without hard links: for a moment there is only this one
+            os.replace(self.last_path, self.previous_path)
+
+    def remove_left_over(self) -> None:
+        """Removes the temporary files of processes that are gone.
+
+        Those of the files of training are: they wrote them under the lock, on any machine.
+        """
+        files = (self.config_path, self.summary_path)
+        ours = {file for path in files for file in self.path.glob(f".{path.name}.*.tmp")}
+        ours |= {*self.last_path.parent.glob(".*.tmp")}
+        for temporary in {*self.path.glob(".*.tmp")} | ours:
+            if temporary in ours or is_left_over(temporary):
+                temporary.unlink(missing_ok=True)
+
+
+YAML_BEGIN, YAML_END = "---\n", "...\n"  # which a file has that was cut short, and has not
+
+
+def _whole_yaml(text: str) -> dict[str, Any]:
+    """Reads a mapping. ValueError if the text is cut short; earlier revisions wrote no marks."""
+    if text.startswith(YAML_BEGIN) and not text.endswith(YAML_END):
+        raise ValueError("is cut short")
+    content = yaml.safe_load(text)
+    if not isinstance(content, dict):
+        raise ValueError("holds no configuration")
+    return content
+
+
+def _is_whole(line: bytes) -> bool:
+    """Whether a line is one that `append_metrics` has written."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return line.endswith(b"\n")
+
+
+@lru_cache(maxsize=16)
+def _kept(checkpoints: tuple[Path, ...], changed: int) -> dict[str, Any]:
+    """Returns the `config` and `summary` of the newest readable checkpoint, if it holds them."""
+    from reproduction.models.weights import read_newest  # imports torch
+
+    _, content = read_newest([*checkpoints])
+    return {entry: content[entry] for entry in ("config", "summary") if entry in content}
+
+
+@lru_cache
+def _warn_once(text: str) -> None:
+    """Warns once in a process, by its first rank."""
+    if is_first_rank():
+        warn(f"warning: {text}")
 
 
 @contextmanager
@@ -290,11 +444,17 @@ def find(config: Config) -> list[RunFolder]:
     changed = root.stat().st_mtime_ns if root.is_dir() else 0
     found = [RunFolder(root / name) for name, x in _keys(root, changed) if x == identity]
 
-    def rank(run: RunFolder) -> tuple[bool, int, bool]:
-        is_original = run.read_summary().get("name") == run.path.name
-        return run.is_finished(), run.metrics_size(), is_original
+    return sorted(found, key=_progress, reverse=True) if len(found) > 1 else found
 
-    return sorted(found, key=rank, reverse=True) if len(found) > 1 else found
+
+def _progress(run: RunFolder) -> tuple[bool, int, bool]:
+    """How far a run is, for `find`; a damaged one is behind the others."""
+    try:
+        summary = run.read_summary()
+    except UserError:
+        return False, 0, False
+    is_original = summary.get("name") == run.path.name
+    return summary.get("status") == "finished", run.metrics_size(), is_original
 
 
 @lru_cache(maxsize=1)
@@ -331,7 +491,10 @@ def hold(folder: RunFolder) -> Iterator[None]:
     except Timeout:
         holder = path.read_text().strip() or "another process"
         raise UserError(f"name={folder.path.name}: {holder} is training {folder.path}") from None
+    except OSError as error:
+        raise UserError(f"output_root={folder.path.parent}: {reason_of(error)}") from error
     try:
+        folder.remove_left_over()
         yield
     finally:
         with suppress(OSError):  # the folder is gone, or the one above holds other runs

@@ -25,6 +25,7 @@ from reproduction.system import UserError, launched_ranks, warn
 from reproduction.words import hydra_errors, in_quotes, is_number, key_of, merged, readable
 
 TOLD = ("seed", "model", "dataset", "augmentation", "experiment")  # in a name anyway
+PRIMARY = "train"  # configuration, of conf/
 OF_SWEEP = ("jobs", "task", "dry_run")  # words of a command that are no point's
 
 
@@ -97,7 +98,7 @@ def typed_words(own: Any, part: str = "task") -> list[str]:
 def _primary() -> tuple[str, tuple[str, ...]]:
     """Returns the name of the primary configuration and the words for Hydra, of train.py's."""
     if not (GlobalHydra.instance().is_initialized() and HydraConfig.initialized()):
-        return "train", ()
+        return PRIMARY, ()
     own: Any = HydraConfig.get()
     return own.job.config_name, tuple(typed_words(own, "hydra"))
 
@@ -152,8 +153,10 @@ def same_files() -> list[str]:
     sources = [x.path for x in own.runtime.config_sources if x.provider == "command-line"]
     of_hydra = typed_words(own, "hydra")
     searched = [word for word in of_hydra if key_of(word) == "hydra.searchpath"]
-    name = ["--config-name", own.job.config_name]
-    return [*name, *(x for path in sources for x in ("--config-dir", path)), *searched]
+    flags = [flag for path in sources for flag in ("--config-dir", path)]
+    if own.job.config_name != PRIMARY:
+        flags += ["--config-name", own.job.config_name]
+    return [*flags, *searched]
 
 
 def point(words: Sequence[str], label: str = "") -> Point:

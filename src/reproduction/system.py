@@ -6,7 +6,11 @@ import os
 import platform
 import re
 import signal
+import socket
+import subprocess
 import sys
+import time
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,6 +35,13 @@ def first_line(error: BaseException) -> str:
     """Returns the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def reason_of(error: OSError) -> str:
+    """Returns the file of an error of the system, if it has one, and what is wrong with it."""
+    if error.filename is None or error.strerror is None:
+        return error.strerror or str(error)
+    return f"{error.filename}: {error.strerror}"
 
 
 class OneLineError(Exception):
@@ -63,12 +74,15 @@ class Stopped(KeyboardInterrupt):
 @contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
     """Ends a program with one line: status 2 for a mistake, 1 for a failure, 130 for Ctrl-C."""
+    hide_warnings()
     try:
         yield
         say("", end="")  # what print() has left; nobody may read it
         return
-    except (UserError, OSError) as error:
-        status, line = 2, in_one_line(str(error))
+    except UserError as error:
+        status, line = 2, str(error)
+    except OSError as error:
+        status, line = 2, in_one_line(reason_of(error))
     except PlainError as error:
         status, line = 1, str(error)
     except KeyboardInterrupt as interrupt:
@@ -115,16 +129,45 @@ def progress(items: Iterable[Item], task: str, total: int, done: int = 0) -> Ite
     yield from tqdm(items, task, total, False, sys.stdout, disable=hidden, initial=done)
 
 
+PULSE = 60.0  # seconds between lines of a run whose output is no terminal
+
+
+class Pulse:
+    """When the first rank shall say that it is alive, where `progress` shows no bar."""
+
+    def __init__(self) -> None:
+        self.last = time.monotonic()
+
+    def is_due(self) -> bool:
+        has_bar = sys.stdout is not None and sys.stdout.isatty()
+        return is_first_rank() and not has_bar and time.monotonic() - self.last >= PULSE
+
+    def tell(self, text: str) -> None:
+        self.last = time.monotonic()
+        say(text)
+
+
+def hide_warnings() -> None:
+    """Hides Pillow's warnings in a program of ours: they name no file."""
+    warnings.filterwarnings("ignore", module=r"PIL\.")
+
+
 # --- files --------------------------------------------------------------------------------------
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path in the same folder, which then replaces `path`, unless it fails."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    """Yields a temporary path in the same folder, which then replaces `path`, unless it fails.
+
+    After a loss of power `path` is the old file or the new one. Processes that write the same
+    file do not disturb each other: the last one counts.
+    """
+    temporary = path.with_name(f".{path.name}.{_writer()}.tmp")
     try:
         yield temporary
+        flush(temporary)
         os.replace(temporary, path)
+        flush(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -133,6 +176,34 @@ def write_text(path: Path, text: str) -> None:
     """Writes a file atomically."""
     with replacing(path) as temporary:
         temporary.write_text(text)
+
+
+def flush(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _writer() -> str:
+    """Names this process in the names of its temporary files."""
+    return f"{socket.gethostname().replace('.', '-')}-{os.getpid()}"
+
+
+def is_left_over(temporary: Path) -> bool:
+    """Whether the process that began to write a temporary file is gone from this machine."""
+    host, _, process = temporary.name.split(".")[-2].rpartition("-")
+    if host != _writer().rpartition("-")[0]:
+        return False
+    try:
+        os.kill(int(process), 0)  # sends nothing
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # of another user
+        pass
+    return False
 
 
 # --- ranks and hardware -------------------------------------------------------------------------
@@ -176,6 +247,24 @@ def hardware_name(device: str) -> str:
     with suppress(OSError):  # Linux only
         name = re.findall(r"model name\s*: (.+)|$", Path("/proc/cpuinfo").read_text())[0] or name
     return f"{name} ({usable_cores()} cores)"
+
+
+def git_revision() -> str | None:
+    """The commit of this code, with `-dirty` if files have changed; None if it is in none."""
+    here = Path(__file__)
+    try:
+        # an installed package may lie in the repository of another project
+        _git(here.parent, "ls-files", "--error-unmatch", here.name)
+        return _git(here.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(folder: Path, *words: str) -> str:
+    command = ["git", *words]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def keep_freed_memory() -> None:

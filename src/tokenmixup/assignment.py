@@ -14,6 +14,10 @@ MOST = 1024  # samples that the kernel matches; the host matches larger batches
 HELD_PAIRS = 2**25  # numbers of pairs of tokens that a GPU holds at once
 
 
+class Diverged(FloatingPointError):
+    """A gain in saliency is not finite."""
+
+
 @torch.no_grad()
 def gain_matrix(saliency: Tensor, rho: float) -> Tensor:
     """Saliency that receiver i gains from donor j: C_ij = sum_t max(S_j - S_i - rho, 0).
@@ -52,9 +56,9 @@ def optimal_assignment(gain: Tensor) -> Tensor:
 
 
 def check_finite(gain: Tensor) -> None:
-    """Raises FloatingPointError if a gain is not finite; their sum shows it fastest."""
+    """Raises Diverged if a gain is not finite; their sum shows it fastest."""
     if not gain.sum().isfinite():
-        raise FloatingPointError("the saliency gain is not finite: the model has diverged")
+        raise Diverged("the saliency gain is not finite: the model has diverged")
 
 
 @torch.library.custom_op("tokenmixup::donors", mutates_args=())

@@ -1,6 +1,6 @@
 """Other behaviour of stock modules for a while."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -23,3 +23,22 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Disables autocast. On a meta device, which has none, does nothing."""
     return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
+
+
+@contextmanager
+def own_generators(device: torch.device) -> Iterator[Callable[[], None]]:
+    """Restores the generators of the host and a device afterwards. What it yields seeds them."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index])
+    states = [generator.get_state() for generator in generators]
+
+    def seed() -> None:
+        for generator in generators:
+            generator.manual_seed(0)
+
+    try:
+        yield seed
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

@@ -75,8 +75,8 @@ def mix_horizontal(
     `saliency`: `b t`, of the spatial tokens (line 2, Eq. 3). `difficulty`: `b`, in nats (line 1,
     Eq. 1); samples below `tau` are easy. `rho` >= 0: the gain in saliency above which a token is
     replaced. Samples stay at their places (line 8). Raises ValueError if `t > n` or the targets are
-    not `b c`, FloatingPointError if a gain is not finite; but not on a GPU, which would have to be
-    waited for: where saliency is nan, `gain` tells it.
+    not `b c`, TypeError if a rule returns another type, FloatingPointError if a gain is not finite;
+    but not on a GPU, which would have to be waited for: where saliency is nan, `gain` tells it.
     """
     if targets.ndim != 2 or len(targets) != len(tokens):
         raise ValueError(f"targets {[*targets.shape]}: must be probabilities b c")
@@ -86,8 +86,10 @@ def mix_horizontal(
     is_easy = difficulty < tau  # 3: Eq. 8
     gain = rules.score(saliency, rho)  # 4: Eq. 6, b b
     donor = rules.match(gain, is_easy)  # 5: Eq. 7, sigma of every sample
+    _check_type("match", donor, torch.int64)
     offered = saliency[donor]
     mask = rules.choose(saliency, offered, is_easy, rho)  # Eq. 9
+    _check_type("choose", mask, torch.bool)
     targets = targets if targets.is_floating_point() else targets.float()
     mixed_saliency = torch.where(mask, offered, saliency)
     keep_ratio = rules.weigh(mixed_saliency, mask).to(targets.dtype)
@@ -101,6 +103,12 @@ def mix_horizontal(
         is_easy,
         saliency,
     )
+
+
+def _check_type(rule: str, found: Tensor, dtype: torch.dtype) -> None:
+    """Raises TypeError if a rule of `Rules` returns numbers of another type."""
+    if found.dtype != dtype:
+        raise TypeError(f"{rule}: returns {found.dtype}, must return {dtype}")
 
 
 def exchanged(tokens: Tensor, donor: Tensor, mask: Tensor) -> Tensor:

@@ -27,9 +27,10 @@ bit.
 Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes, m memory, h w image.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -47,17 +48,26 @@ from tokenmixup.adapters import (
     patch_embed_of,
     width_of,
 )
+from tokenmixup.block import BlockInput, Forward, Plan
 from tokenmixup.contexts import evaluating
 from tokenmixup.horizontal import PAPER, Rules
 from tokenmixup.manifold import ManifoldMix, draw_manifold_mix
 from tokenmixup.output import LayerMix, Output
 from tokenmixup.passes import Pass, stand_in
+from tokenmixup.prove import (
+    Proof,
+    check_statistics,
+    circumstances_of,
+    inputs_of,
+    kinds_beside_tokens,
+    prove,
+)
 from tokenmixup.rules import rules_of
-from tokenmixup.saliency import Detector, by_attention, detector_of, input_gradient
+from tokenmixup.saliency import Detector, by_attention, by_gradient, detector_of, input_gradient
 from tokenmixup.scorenet import Pooling, ScoreNet
 from tokenmixup.settings import HTM, VTM, ManifoldMixup, built
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
+NOT_PROVED = "TokenMixup proves nothing of blocks under fully_shard: train one batch before"
 SUM_ROUNDING = 0.01  # of the sum of 1,000 smoothed probabilities in bfloat16
 Forwards = list[tuple[nn.Module, Any]]  # modules and their `forward`; None: that of the class
 
@@ -92,28 +102,50 @@ class TokenMixup(nn.Module):
         super().__init__()
         if type(num_classes) is not int or num_classes < 1:
             raise ValueError(f"num_classes={num_classes!r}: must be an int, 1 or more")
-        self.htm, self.vtm = built(HTM, htm), built(VTM, vtm)
-        self.htm = self.htm and self.htm.for_classes(num_classes)
+        self.htm = built(HTM, htm)
+        if self.htm is not None:
+            self.htm = self.htm.for_classes(num_classes)
+        self.vtm = built(VTM, vtm)
         self.manifold_mixup = built(ManifoldMixup, manifold_mixup)
         self.model, self.num_classes = model, num_classes
         self.checkpoint_blocks = checkpoint_blocks
-        self._told, self.adapter = adapter, adapter or adapter_of(model)
+        self.rules: Rules = PAPER if self.htm is None else rules_of(self.htm)
+        self.detect: Detector = by_attention if self.htm is None else detector_of(self.htm)
+        self._told_adapter, self._told_detect = adapter, self.detect
         # What mixes in training, by layer; nothing after `stop_mixing`.
         self._htm: dict[int, HTM] = {} if self.htm is None else self.htm.each
         self._vtm: dict[int, VTM] = {} if self.vtm is None else self.vtm.each
         self._manifold = self.manifold_mixup
-        mixed = () if self._manifold is None else self._manifold.layers
-        sources = range(max(self._vtm, default=-1) + 1)
-        self._touched = sorted({*self._htm, *sources, *mixed})  # blocks that must run
-        self._blocks: list[nn.Module] = []
         self._running: list[Pass] = []  # the pass that runs, if one does; stand-ins share the list
-        self._stand_ins: tuple[Any, list[Any]] = (None, [])
-        if self._touched or checkpoint_blocks:
+        self._forget()
+        if self._touches() or checkpoint_blocks:
             check_unwrapped(model)
             self._look_up()
         self.scorenets = nn.ModuleDict({str(x): self._new_scorenet(x) for x in self._htm})
-        self.rules: Rules = PAPER if self.htm is None else rules_of(self.htm)
-        self.detect: Detector = by_attention if self.htm is None else detector_of(self.htm)
+
+    def _forget(self) -> None:
+        """Forgets what has been found out about the model."""
+        self.adapter = self._told_adapter or adapter_of(self.model)
+        self._blocks: list[nn.Module] = []
+        self._plans: dict[int, Plan] = {}  # of the blocks that must run
+        self._proofs: dict[int, Proof] = {}
+        self._looked_at: list[Any] = []
+        self._can_prove = True
+        self._stand_ins: tuple[Any, list[Any]] = (None, [])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy finds out for itself."""
+        kept = {**self.__dict__}
+        for name in ("_plans", "_proofs", "_looked_at"):
+            kept[name] = type(kept[name])()
+        kept["_stand_ins"] = (None, [])
+        return kept
+
+    def _touches(self) -> list[int]:
+        """Returns the indices of the blocks that something touches, in order."""
+        mixed = [] if self._manifold is None else self._manifold.layers
+        sources = range(max(self._vtm, default=-1) + 1)
+        return sorted({*self._htm, *sources, *mixed})
 
     def _new_scorenet(self, layer: int) -> ScoreNet:
         assert self.htm is not None, "it has layers"
@@ -124,12 +156,19 @@ class TokenMixup(nn.Module):
         like = next(self.model.parameters())
         return scorenet.to(like.device, like.dtype)
 
+    @overload
+    def forward(self, images: Tensor) -> Tensor: ...
+
+    @overload
+    def forward(self, images: Tensor, targets: Tensor) -> Output: ...
+
     @torch._dynamo.decorators.skip  # a compiler begins at `_run`
-    def forward(self, images: Tensor, targets: Tensor | None = None) -> Any:
+    def forward(self, images: Tensor, targets: Tensor | None = None) -> Tensor | Output:
         """Checks the batch, draws what is drawn for it as a whole, and runs the pass."""
         if not self.training:
             return logits_of(self.model(images))
         before, pixels, manifold = self._begin(images, targets)
+        assert targets is not None, "or the batch was refused"
         try:
             # Compiled, its backward pass is without autocast, as an eager one: ScoreNet's is exact.
             with config.patch("backward_pass_autocast", "off"):
@@ -142,15 +181,24 @@ class TokenMixup(nn.Module):
             put_back(before)
 
     def _run(
-        self, images: Tensor, targets: Any, pixels: Tensor | None, manifold: ManifoldMix | None
+        self, images: Tensor, targets: Tensor, pixels: Tensor | None, manifold: ManifoldMix | None
     ) -> Output:
-        state = Pass(self, targets, pixels, manifold)
+        state = Pass(
+            plans=self._plans,
+            scorenets=self.scorenets,
+            rules=self.rules,
+            detect=self.detect,
+            check_proof=self._check_proof,
+            targets=targets,
+            pixels=pixels,
+            manifold=manifold,
+        )
         self._running.append(state)
         try:
             logits = logits_of(self.model(images))
         finally:
             self._running.clear()
-        return state.output(logits)
+        return state.output(logits, 0.0 if self.htm is None else self.htm.score_loss_weight)
 
     @torch.compiler.disable
     def _begin(
@@ -164,19 +212,87 @@ class TokenMixup(nn.Module):
         if getattr(self, "_is_replica", False):
             raise ValueError("TokenMixup trains under DistributedDataParallel, not DataParallel")
         check_batch(images, targets, self.num_classes)
-        if self._touched or self.checkpoint_blocks:
+        if self._touches() or self.checkpoint_blocks:
             self._look_up()
+            self._prove(images)
         pixels = self._input_gradient(images, targets)
         manifold = None if self._manifold is None else draw_manifold_mix(self._manifold, images)
         return self._put_stand_ins(), pixels, manifold
 
     def _look_up(self) -> None:
         """Finds the blocks as they are now. Raises ValueError if they cannot serve."""
-        adapter = self._told or adapter_of(self.model)
-        blocks = blocks_of(self.model, self._told)
+        adapter = self._told_adapter or adapter_of(self.model)
+        blocks = blocks_of(self.model, self._told_adapter)
+        settings = [self._htm, self._vtm, self._manifold]
+        kinds = [type(module) for module in (self, self.model, *blocks)]  # as FSDP changes them
+        looked_at = [adapter, *settings, self.model, *blocks, *kinds]
+        if looked_at == self._looked_at:  # a compiler asks for the same plans
+            return
         self._check_settings(blocks, adapter)
-        if adapter != self.adapter or blocks != self._blocks:  # a compiler looks at identity
-            self.adapter, self._blocks = adapter, blocks
+        self.adapter, self._blocks = adapter, blocks
+        self._plans = {index: self._plan(index) for index in self._touches()}
+        self._proofs = {index: x for index, x in self._proofs.items() if index in self._plans}
+        self._can_prove = not is_sharded(self)
+        self._looked_at = looked_at
+
+    def _plan(self, index: int) -> Plan:
+        return Plan(
+            index=index,
+            name=name_of(index, self._blocks[index]),
+            blocks=self._blocks[index:],
+            adapter=self.adapter,
+            htm=self._htm.get(index),
+            vtm=self._vtm.get(index),
+            feeds={layer: vtm for layer, vtm in self._vtm.items() if layer > index},
+        )
+
+    def _prove(self, images: Tensor) -> None:
+        """Proves what has not been proved of the blocks as they are now.
+
+        Raises ValueError for a block of which a property does not hold.
+        """
+        todo = list[Plan]()
+        for index, plan in self._plans.items():
+            circumstances = circumstances_of(plan, images, self._detector_at(plan))
+            proof = self._proofs.get(index)
+            if proof is not None and proof.circumstances == circumstances:
+                continue
+            check_statistics(plan)
+            self._proofs[index] = Proof(circumstances)
+            if self._detector_at(plan) is not None:
+                todo.append(plan)
+        if not todo or images.device.type == "meta":
+            return
+        if not self._can_prove:
+            warnings.warn(NOT_PROVED, stacklevel=2)
+            return
+        entries = inputs_of(self.model, images, todo)
+        for plan in todo:
+            if plan.index in entries:  # another is proved where it runs
+                self._prove_block(plan, entries[plan.index])
+
+    def _prove_block(self, plan: Plan, entry: BlockInput) -> None:
+        detect = self._detector_at(plan)
+        assert detect is not None, "else nothing is to be proved"
+        prove(plan, entry, detect)
+        self._proofs[plan.index].kinds = kinds_beside_tokens(entry)
+
+    def _check_proof(self, plan: Plan, entry: BlockInput) -> None:
+        """Proves a block that gets other arguments than those for which it has been proved."""
+        if not self._can_prove or self._detector_at(plan) is None or entry.args[0].is_meta:
+            return
+        if self._proofs[plan.index].kinds == kinds_beside_tokens(entry):
+            return
+        if torch.compiler.is_compiling():
+            told = "compiled, it gets other arguments than in evaluation: train one batch before"
+            raise ValueError(f"{plan.name}: {told}")
+        self._prove_block(plan, entry)
+
+    def _detector_at(self, plan: Plan) -> Detector | None:
+        """Returns what reads the map of a block; None if nothing does, or one of the user's own."""
+        if plan.htm is not None and self.detect is self._told_detect is not by_gradient:
+            return self.detect
+        return by_attention if plan.feeds or plan.vtm is not None else None
 
     def _check_settings(self, blocks: Sequence[nn.Module], adapter: Adapter) -> None:
         """Raises ValueError if blocks are missing or cannot serve a setting."""
@@ -213,11 +329,6 @@ class TokenMixup(nn.Module):
             need(rolls if steps else "htm.detector=gradient", "parameters without FSDP", whole)
         if len({width_of(model, blocks[layer], adapter) for layer in self._htm}) > 1:
             raise ValueError(f"htm.layer={[*self._htm]}: must lie in one stage of {kind}")
-        for layer in (*self._htm, *vtm):
-            for part in blocks[layer].modules():
-                if isinstance(part, BATCH_NORMS):
-                    name = f"{name_of(layer, blocks[layer])} has a {type(part).__name__}"
-                    raise ValueError(f"{kind}: {name}, whose statistics would see tokens twice")
 
     def _input_gradient(self, images: Tensor, targets: Tensor) -> Tensor | None:
         """Returns the input gradient if HTM takes it."""
@@ -230,29 +341,33 @@ class TokenMixup(nn.Module):
 
     def _put_stand_ins(self) -> Forwards:
         """Replaces `forward` of the modules that a pass goes through. Returns what was there."""
-        found = list[tuple[nn.Module, Any]]()  # and the method of Pass, with its argument
-        if self._touched and (part := patch_embed_of(self.model, self.adapter)) is not None:
-            found.append((part, (Pass.embed, part)))
-        for index, block in enumerate(self._blocks):
-            if index in self._touched:
-                found.append((block, (Pass.run_block, index)))
-            elif self.checkpoint_blocks:
-                found.append((block, None))
-        before = [(module, vars(module).get("forward")) for module, _ in found]
-        if self._stand_ins[0] != (found, before):  # else the same, which a compiler asks for
-            plain = [own or partial(forward_of_class, module) for module, own in before]
-            self._stand_ins = (
-                (found, before),
-                [
-                    partial(checkpoint, run, use_reentrant=False)
-                    if what is None
-                    else partial(stand_in, self._running, *what, run)
-                    for run, (_, what) in zip(plain, found, strict=True)
-                ],
-            )
-        for (module, _), forward in zip(found, self._stand_ins[1], strict=True):
-            setattr(module, "forward", forward)
+        parts = self._parts()
+        before = [(module, vars(module).get("forward")) for module, _ in parts]
+        if self._stand_ins[0] != (parts, before):  # else the same, which a compiler asks for
+            made = list[Forward]()
+            for (module, own), (_, method) in zip(before, parts, strict=True):
+                plain = own or partial(forward_of_class, module)
+                if method is None:
+                    made.append(partial(checkpoint, plain, use_reentrant=False))
+                else:
+                    made.append(partial(stand_in, self._running, *method, plain))
+            self._stand_ins = ((parts, before), made)
+        for (module, _), forward in zip(parts, self._stand_ins[1], strict=True):
+            vars(module)["forward"] = forward
         return before
+
+    def _parts(self) -> list[tuple[nn.Module, Any]]:
+        """Returns what a pass goes through: a method of Pass with its argument; None: run again."""
+        parts = list[tuple[nn.Module, Any]]()
+        embedding = patch_embed_of(self.model, self.adapter) if self._plans else None
+        if embedding is not None:
+            parts.append((embedding, (Pass.embed, embedding)))
+        for index, block in enumerate(self._blocks):
+            if index in self._plans:
+                parts.append((block, (Pass.run_block, self._plans[index])))
+            elif self.checkpoint_blocks:
+                parts.append((block, None))
+        return parts
 
     def stop_mixing(self) -> None:
         """Disables all mixing in training for good and freezes the ScoreNets.
@@ -260,7 +375,8 @@ class TokenMixup(nn.Module):
         Not part of the state dict: call it again after a resume. A DistributedDataParallel wrapper
         waits for the gradients of the ScoreNets: wrap the module again.
         """
-        self._htm, self._vtm, self._manifold, self._touched = {}, {}, None, []
+        self._htm, self._vtm, self._manifold = {}, {}, None
+        self._forget()
         self.scorenets.requires_grad_(False)
 
     @torch.no_grad()
@@ -314,11 +430,11 @@ def forward_of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @torch.compiler.disable
 def put_back(forwards: Forwards) -> None:
-    """Takes the stand-ins away."""
+    """Takes the stand-ins away, whatever has become of them."""
     for module, forward in forwards:
-        del module.forward
+        vars(module).pop("forward", None)
         if forward is not None:
-            setattr(module, "forward", forward)
+            vars(module)["forward"] = forward
 
 
 def check_batch(images: Any, targets: Any, num_classes: int) -> None:

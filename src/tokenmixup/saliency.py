@@ -3,18 +3,18 @@
 Letters: b batch, h heads, n tokens with prefix, t spatial tokens, d width, h w image.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from tokenmixup.adapters import Adapter
+from tokenmixup.block import BlockInput, run_watched, tokens_of
 from tokenmixup.contexts import evaluating, without_autocast
 from tokenmixup.settings import HTM
-from tokenmixup.watch import AttentionMap, Found, Watching
+from tokenmixup.watch import AttentionMap, MapSeen
 
 
 @torch.no_grad()
@@ -77,44 +77,31 @@ def gradient_saliency(
     return pooled / pooled.sum(dim=1, keepdim=True).clamp(min=torch.finfo(pooled.dtype).tiny)
 
 
-class BlockInput(NamedTuple):
-    """What enters a block in one pass: that from which a detector computes saliency, `b t`."""
-
-    args: tuple[Any, ...]  # of the block: its tokens, `b n d` or `b rows columns d`, first
-    kwargs: Mapping[str, Any]
-    adapter: Adapter
-    blocks: Sequence[nn.Module]  # this one and those behind it
-    name: str = "the block"
-    pixels: Tensor | None = None  # b h w, magnitude of the input gradient
-    grid: tuple[int, int] | None = None  # rows and columns of patches, if known
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of the tokens, with prefix."""
-        return self.args[0].shape[1:-1].numel()
-
-    def watching(self, **what: Any) -> Watching:
-        """Returns what sees the map that the block computes on these tokens."""
-        any_shape = self.adapter.geometry is not None
-        return Watching(self.name, len(self.args[0]), self.num_tokens, any_shape, **what)
-
-
 @torch.no_grad()
 def by_attention(entry: BlockInput, class_token: bool | None = None) -> Tensor:
     """Saliency by the block's own attention map (Eq. 3); the block is run as far as that.
 
-    Its `forward` is called, so that hooks on the block see one run; those inside of it see two.
     `class_token`: by its row, else by the mean over all rows; by default as the head reads it.
     """
-    block, adapter, watching = entry.blocks[0], entry.adapter, entry.watching(only_map=True)
-    if adapter.saliency is not None:
-        return _to_sum_1(adapter.saliency(block, *entry.args, **entry.kwargs))
+    saliency = entry.adapter.saliency
+    if saliency is not None:
+        return _to_sum_1(saliency(entry.blocks[0], *entry.args, **entry.kwargs))
+    return saliency_by(map_of(entry), entry, class_token)
+
+
+@torch.no_grad()
+def map_of(entry: BlockInput) -> AttentionMap:
+    """Runs a block as far as its attention map, which it returns.
+
+    Its `forward` is called, so that hooks on the block see one run; those inside of it see two.
+    """
+    watching = entry.watching(only_map=True)
     try:
         with watching:
-            block.forward(*entry.args, **entry.kwargs)
-    except Found:
+            entry.blocks[0].forward(*entry.args, **entry.kwargs)
+    except MapSeen:
         pass
-    return saliency_by(watching.checked(), entry, class_token)
+    return watching.kept()
 
 
 def saliency_by(seen: AttentionMap, entry: BlockInput, class_token: bool | None = None) -> Tensor:
@@ -145,14 +132,13 @@ def by_gradient(entry: BlockInput) -> Tensor:
 @torch.no_grad()
 def by_rollout(steps: int, entry: BlockInput) -> Tensor:
     """Saliency by attention rollout over `steps` further blocks, without dropout."""
-    adapter, maps = entry.adapter, []
+    adapter, name, maps = entry.adapter, entry.name, []
     for step, block in enumerate(entry.blocks[: steps + 1]):
-        watching = entry._replace(name=f"{entry.name} + {step}").watching()
-        with evaluating(block), watching:
-            out = block.forward(*entry.args, **entry.kwargs)
-        maps.append(watching.checked().rows())
-        x = out if isinstance(out, Tensor) else out[0]
-        entry = entry._replace(args=(x, *entry.args[1:]))
+        entry = replace(entry, name=f"{name} + {step}")
+        with evaluating(block):
+            out, watching = run_watched(block.forward, entry)
+        maps.append(watching.kept().rows())
+        entry = entry.with_tokens(tokens_of(entry, out, entry.num_tokens))
     return rollout_saliency(maps, adapter.num_prefix_tokens, adapter.reads_class_token)
 
 

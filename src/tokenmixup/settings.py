@@ -6,6 +6,7 @@ Importable without torch. An invalid value raises ValueError with key, value and
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
+from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast, get_args
 
 LARGEST = 1e38  # bound of finite numbers, which must fit into float32
@@ -31,7 +32,7 @@ def _option(*what: Any, default: Any = MISSING, **more: Any) -> Any:
 def _blocks(least: int) -> Any:
     """Declares an option that is the index of a block, or several."""
     told = f"an integer >= {least}, or several in rising order"
-    return _option(told, _at_least(least), per_layer=True)
+    return _option(told, _at_least(least), int, per_layer=True)
 
 
 def _threshold(allowed: str, most: float) -> Any:
@@ -61,15 +62,20 @@ def _is_list(x: Any) -> bool:
 
 
 def _at_least(least: int) -> Callable[[Any], bool]:
-    return lambda x: type(x) is int and x >= least
+    return lambda x: isinstance(x, Integral) and not isinstance(x, bool) and int(x) >= least
 
 
 def _within(low: float, high: float) -> Callable[[Any], bool]:
-    return lambda x: type(x) in (int, float) and low <= x <= high
+    """Of numbers of Python and numpy; a bool is none, although Python has it so."""
+    return lambda x: isinstance(x, Real) and not isinstance(x, bool) and low <= float(x) <= high
 
 
 def _are_blocks(x: Any) -> bool:
     return _is_list(x) and len(x) > 0 and all(map(_at_least(0), x)) and len({*x}) == len(x)
+
+
+def _whole(numbers: Sequence[Any]) -> list[int]:
+    return [int(x) for x in numbers]
 
 
 class _Settings:
@@ -173,7 +179,7 @@ class HTM(_Layered):
     pooling: Literal["auto", "attention", "average", "class_token"] = "auto"
     stop_gradient: bool = False
     detector: Literal["attention", "mean_attention", "gradient", "random"] = "attention"
-    rollout_steps: int = _option("an integer >= 0", _at_least(0), default=0)
+    rollout_steps: int = _option("an integer >= 0", _at_least(0), int, default=0)
     matching: Literal["optimal", "random"] = "optimal"
     mask_rule: Literal["paper", "published"] = "paper"
     labels: Literal["saliency", "count"] = "saliency"
@@ -225,7 +231,7 @@ class VTM(_Layered):
 
     layer: int | Sequence[int] = _blocks(1)
     kappa: int | Sequence[int] = _option(
-        "an integer >= 1, or one for each layer", _at_least(1), default=3, per_layer=True
+        "an integer >= 1, or one for each layer", _at_least(1), int, default=3, per_layer=True
     )
     stop_gradient: bool = False
     class_token_offset: Literal["paper", "published"] = "paper"
@@ -242,4 +248,6 @@ class ManifoldMixup(_Settings):
     key = "manifold_mixup"
 
     alpha: float = _option("a number > 0", _within(1e-38, LARGEST), float, default=2.0)
-    layers: Sequence[int] = _option("different integers >= 0", _are_blocks, list, default=(0, 1, 2))
+    layers: Sequence[int] = _option(
+        "different integers >= 0", _are_blocks, _whole, default=(0, 1, 2)
+    )

@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from tokenmixup.assignment import HAS_TRITON
 from tokenmixup.contexts import without_autocast
 
-SDPA, MULTIHEAD = F.scaled_dot_product_attention, F.multi_head_attention_forward
+FUSED = torch._C._nn.scaled_dot_product_attention  # that of `F` may be somebody's wrapper
+MULTIHEAD = F.multi_head_attention_forward
 SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
 OWN_CHECKPOINTING = (
     "runs without gradients or under the model's own gradient checkpointing, which would rerun it "
@@ -64,6 +65,8 @@ class AttentionMap:
                 bias = bias[..., : rows if bias.shape[-2] > 1 else None, :keys]
                 is_seen = bias.dtype == torch.bool
                 scores = scores.masked_fill(~bias, -torch.inf) if is_seen else scores + bias
+                sees_none = scores.isneginf().all(dim=-1, keepdim=True)
+                return scores.softmax(dim=-1).masked_fill(sees_none, 0)  # as fused attention
             return scores.softmax(dim=-1)
 
     def received(self, rows: int | None = None, keys: int | None = None) -> Tensor:
@@ -97,8 +100,8 @@ def _(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return k.new_empty(len(k), k.shape[2], dtype=torch.float32)
 
 
-class Found(Exception):
-    """Ends the run of a block whose map is all that was asked for."""
+class MapSeen(BaseException):
+    """Ends the run of a block whose map is all that was asked for; no error, so no fallback."""
 
 
 def graph_now() -> tuple[bool, Any]:
@@ -121,6 +124,7 @@ class Watching(TorchFunctionMode):
     keeps_map: bool = True  # the first one
     only_map: bool = False  # the block is left as soon as it is known
     memory: Tensor | None = None  # b m, the place of each token of a memory among the n
+    hides_memory: bool = False  # from every query, for the proof
     count: int = 0  # of maps
     map: AttentionMap | None = None
     graph: Any = field(default_factory=graph_now)
@@ -131,40 +135,52 @@ class Watching(TorchFunctionMode):
 
     def is_map(self, *shape: int) -> bool:
         """Whether `b .. n m` is the shape of a map over all tokens."""
+        if len(shape) < 3:
+            return False
         over_all = shape[0] == self.b and shape[-2] == shape[-1] == self.total()
-        return len(shape) > 2 and (over_all or self.any_shape)
+        return over_all or self.any_shape
+
+    def is_hidden(self, device: torch.device) -> Tensor:
+        """Which of all tokens nobody may see, `n + m` bool."""
+        return torch.arange(self.total(), device=device) >= self.n
 
     def note(self, found: AttentionMap | None) -> None:
-        """Counts a map, and keeps it if it is asked for. Raises ValueError if it is run again."""
-        if not self.only_map and self.graph != graph_now():
+        """Counts a map, and keeps it if it is asked for.
+
+        Raises ValueError if it has a memory and will be run again, when nobody watches.
+        """
+        if self.memory is not None and self.graph != graph_now():
             raise ValueError(f"{self.name} {OWN_CHECKPOINTING}")
         self.count += 1
         if self.keeps_map and self.map is None:
             self.map = found
         if self.only_map:
-            raise Found
+            raise MapSeen
 
-    def checked(self) -> Any:
+    def checked(self) -> AttentionMap | None:
         """Returns the map, None if it was not kept. Raises ValueError unless there was one map."""
         if self.count != 1:
             found = f"computes {self.count} attention maps over its tokens"
             raise ValueError(f"{self.name} {found}, must be 1")
         return self.map
 
+    def kept(self) -> AttentionMap:
+        """Returns the map of a run that keeps it. Raises ValueError unless there was one map."""
+        found = self.checked()
+        assert found is not None, "it was asked for"
+        return found
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is SDPA:
+        if func is FUSED:
             return _fused(self, *args, **kwargs)
         if func is MULTIHEAD:
-            _multihead(self, *args, **kwargs)
+            return _multihead(self, *args, **kwargs)
         if func is F.dropout and self.memory is not None:
             return _dropout(self, *args, **kwargs)
-        out = func(*args, **kwargs)
-        if func in SOFTMAX and self.is_map(*out.shape):
-            dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
-            if dim in (-1, out.ndim - 1):
-                self.note(AttentionMap(weights=_with_heads(out)))
-        return out
+        if func in SOFTMAX:
+            return _softmax(self, func, *args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def _fused(
@@ -182,52 +198,82 @@ def _fused(
     if is_causal:
         raise ValueError("TokenMixup does not support causal attention")
     over_all = at.is_map(*query.shape[:-1], key.shape[-2])
+    asks_memory = over_all and at.memory is not None
     bias = None if attn_mask is None else attn_mask[(None,) * (query.ndim - attn_mask.ndim)]
-    if asks_memory := over_all and at.memory is not None:
+    if asks_memory:
         query, bias = query[..., : at.n, :], _with_columns(bias, at)
     if over_all:
         own_scale = query.shape[-1] ** -0.5 if scale is None else scale
         at.note(AttentionMap(_with_heads(query), _with_heads(key), _with_heads(bias), own_scale))
-    out = SDPA(query, key, value, bias, dropout_p, scale=scale, enable_gqa=enable_gqa)
+    if asks_memory and at.hides_memory:
+        key, value = key[..., : at.n, :], value[..., : at.n, :]
+        bias = None if bias is None else bias[..., : at.n]
+    out = FUSED(query, key, value, bias, dropout_p, scale=scale, enable_gqa=enable_gqa)
     return F.pad(out, (0, 0, 0, at.total() - at.n)) if asks_memory else out
 
 
 def _with_heads(x: Tensor | None) -> Any:
     """Of one head, which may have no dimension of its own: `b n ..` -> `b 1 n ..`; detached."""
-    return x if x is None else x.detach() if x.ndim > 3 else x.detach()[:, None]
+    if x is None:
+        return None
+    return x.detach() if x.ndim > 3 else x.detach()[:, None]
 
 
 def _with_columns(bias: Tensor | None, at: Watching) -> Tensor | None:
     """Appends to the bias of n keys, `b|1 .. n|1 n`, that of the memory at its places."""
-    if bias is None or at.memory is None or bias.shape[-1] != at.n:
-        return None if bias is None else bias[..., : at.n, :]  # it has those of all tokens
+    if bias is None or at.memory is None:
+        return None
+    if bias.shape[-1] != at.n:  # it has the columns of all tokens
+        return bias[..., : at.n, :]
     bias = bias.expand(at.b, *bias.shape[1:])
     places = at.memory.view(at.b, *(1,) * (bias.ndim - 2), -1)
     return torch.cat([bias, bias.take_along_dim(places, dim=-1)], dim=-1)
 
 
-def _dropout(at: Watching, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Draws for the block's own tokens alone."""
-    if input.ndim < 3 or input.shape[-2] != at.total():
-        return F.dropout(input, *args, **kwargs)
-    return F.pad(F.dropout(input[..., : at.n, :], *args, **kwargs), (0, 0, 0, at.total() - at.n))
+def _softmax(at: Watching, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Notes the map that a softmax over all tokens returns."""
+    dim = kwargs.get("dim", args[0] if args else -1)
+    if dim not in (-1, input.ndim - 1) or not at.is_map(*input.shape):
+        return func(input, *args, **kwargs)
+    if at.hides_memory:
+        input = input.masked_fill(at.is_hidden(input.device), -torch.inf)
+    out = func(input, *args, **kwargs)
+    at.note(AttentionMap(weights=_with_heads(out)))
+    return out
 
 
-def _multihead(at: Watching, *args: Any, **kwargs: Any) -> None:
-    """Notes the map of multi_head_attention_forward, `n b d`, which hides its own calls."""
+def _dropout(at: Watching, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Draws for the block's own tokens alone, once its map is seen: a memory asks nothing.
+
+    What is run again in the backward pass, when nobody watches, draws as it will then.
+    """
+    is_of_tokens = x.ndim >= 3 and x.shape[-2] == at.total()
+    if not is_of_tokens or at.count == 0 or at.graph != graph_now():
+        return F.dropout(x, *args, **kwargs)
+    return F.pad(F.dropout(x[..., : at.n, :], *args, **kwargs), (0, 0, 0, at.total() - at.n))
+
+
+def _multihead(at: Watching, *args: Any, **kwargs: Any) -> Any:
+    """Runs multi_head_attention_forward, `n b d`, which hides its own calls, and notes its map."""
     query, key, _, _, heads, weight, bias, bias_k, _, adds_zeros, *_ = args
     if not at.is_map(query.shape[1], heads, len(query), len(key)):
-        return
+        return MULTIHEAD(*args, **kwargs)
     others = (bias_k, kwargs.get("key_padding_mask"), kwargs.get("attn_mask"))
     if weight is None or adds_zeros or any(x is not None for x in others):
         raise ValueError(
             "TokenMixup supports torch's multi-head attention without a mask, further keys, and "
             "separate widths"
         )
-    if not at.keeps_map:
-        at.note(None)
-        return
+    at.note(_map_of_multihead(query, key, heads, weight, bias) if at.keeps_map else None)
+    if at.hides_memory:
+        kwargs = {**kwargs, "attn_mask": at.is_hidden(query.device).expand(len(query), -1)}
+    return MULTIHEAD(*args, **kwargs)
+
+
+def _map_of_multihead(
+    query: Tensor, key: Tensor, heads: int, weight: Tensor, bias: Tensor | None
+) -> AttentionMap:
     biases = (None,) * 3 if bias is None else bias.chunk(3)
     both = map(F.linear, (query, key), weight.chunk(3), biases)
     q, k = (x.detach().unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for x in both)
-    at.note(AttentionMap(q, k, scale=q.shape[-1] ** -0.5))
+    return AttentionMap(q, k, scale=q.shape[-1] ** -0.5)

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from reproduction.system import UserError, hardware_name, write_text
+from reproduction.system import UserError, git_revision, hardware_name, write_text
 from reproduction.training.ranks import resolve_device
-from reproduction.training.run import git_revision
 
 WORDS = {"passed": "ok", "failed": "WRONG", "skipped": "not run"}
 

@@ -230,7 +230,19 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {  # change -> part of t
     "one class": (_one_class, "two classes"),
     "a held-out class of its own": (lambda r: shutil.copytree(r / "val/dog", r / "val/elk"), "elk"),
     "no held-out images": (lambda r: (r / "val").rename(r / "valid"), "val"),
-    "no folder": (lambda r: r.rename("elsewhere"), "images"),
+    "no folder": (lambda r: r.rename("elsewhere"), "there is no folder images/train"),
+    "no class folder": (
+        lambda r: shutil.rmtree(r / "train") or (r / "train").mkdir(),
+        "each class",
+    ),
+    "a link to no class": (
+        lambda r: (r / "train/elk").symlink_to("/no/elk"),
+        "train/elk is a link",
+    ),
+    "a link to no test set": (
+        lambda r: (r / "test").mkdir() or (r / "test/cat").symlink_to("x"),
+        "test/cat is a link",
+    ),
 }
 
 
@@ -241,6 +253,13 @@ def test_folder_that_is_no_data_set_is_refused_in_one_line(images: Path, kind: s
     result = train(*FOLDER)
     assert result.status == 2 and len(result.lines) == 1, result.err
     assert "dataset.root=" in result.err and part in result.err and not Path("outputs").exists()
+
+
+def test_classes_without_a_held_out_image_are_named(images: Path):
+    shutil.rmtree(images / "val" / "dog")
+    result = train(*FOLDER)
+    assert result.status == 0, result.err
+    assert result.lines == ["warning: 1 of 2 classes have no held-out image: dog"]
 
 
 @pytest.mark.parametrize("memory", [0, 2**30])

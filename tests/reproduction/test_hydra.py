@@ -1,6 +1,5 @@
-"""train.py is an application of Hydra: its flags, its grammar, its groups, files of other folders."""
+"""train.py is an application of Hydra: its flags, grammar and groups, and files elsewhere."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ SHOWN = {  # command -> what it prints
     "--cfg job --resolve": "    layer: 1",
     "--cfg job --package recipe": "# @package recipe",
     "--info defaults": "augmentation/htm",
-    "--info searchpath": "provider=main",
+    "--info searchpath": "| main",
     "--info config": "batch_size: 64",
     "-sc install=bash": "complete",
     "--run dry_run=1": "1 run:",
@@ -31,7 +30,6 @@ SHOWN = {  # command -> what it prints
     "-m seed=sort(2,1) dry_run=1": "2 runs:",
     "-m model=glob(cct_2*) dry_run=1": "1 run:",
     "seed=3 -m recipe.lr=0.1,0.2 dry_run=1": "2 runs:",
-    "-m hydra.sweeper.params.seed='4,5' dry_run=1": "2 runs:",
     "-m hydra/launcher=basic seed=1,2 dry_run=1": "2 runs:",
     "~checkpoint.every_minutes dry_run=1": "1 run:",
     "+dataset.options.a=1 dataset=custom dry_run=1 dataset.source=a:b": "1 run:",
@@ -78,7 +76,6 @@ def test_the_shell_completes(typed: str, option: str, monkeypatch: pytest.Monkey
         ("-m hydra/sweeper=typo seed=0,1", "typo"),
         ("-m hydra/launcher=basic jobs=2 seed=0,1", "jobs=2"),
         ("-m hydra/launcher=basic task=0 seed=0,1", "task=0"),
-        ("-m hydra/sweeper=basic dry_run=1 seed=0,1", "dry_run"),
         ("-m jobs=0 seed=0,1", "jobs=0"),
         ("-m task=-1 seed=0,1", "task=-1"),
         ("objective=top1", "objective=top1"),
@@ -103,8 +100,7 @@ def test_any_launcher_ends_in_one_table_and_goes_on(monkeypatch: pytest.MonkeyPa
     sweep = ("-m", "hydra/launcher=basic", "seed=0,1", *SMALL, "recipe.epochs=1", "resume=auto")
     first = train(*sweep)
     assert first.status == 0 and "2 of 2 runs are finished" in first.out, first
-    assert first.out.count("accuracy") == first.out.count("2 of 2") == 1 or "top-1" in first.out
-    assert os.listdir("outputs/.sweeps") == [] if Path("outputs/.sweeps").exists() else True
+    assert not Path("outputs/.sweeps").exists()  # what jobs have noted is taken
     seconds = [run.summary["seconds"] for run in runs()]
     again = train(*sweep)
     assert "2 of 2 runs are finished" in again.out

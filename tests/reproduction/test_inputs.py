@@ -14,6 +14,7 @@ from torch import Tensor
 from reproduction.data.inputs import Mixed, TrainingInputs
 from reproduction.data.loaders import build_training_images
 from reproduction.data.seeding import Purpose, seed_device, seeded
+from reproduction.data.sources import Half
 from scripts.bench import build_trainer
 from tests.doors import SMALL, config_of, step, train
 from tests.images import OWN, recorded
@@ -90,7 +91,7 @@ def test_augmentation_and_normalisation_equal_timm(seed: int):
     config = config_of("recipe=cifar_cct", f"seed={seed}")
     pixels = np.random.default_rng(seed).integers(0, 256, (12, 32, 32, 3), np.uint8)
     pictures = [(Image.fromarray(image), i) for i, image in enumerate(pixels)]
-    ours = build_training_images(config, pictures)
+    ours = build_training_images(config, Half.of(pictures, range(12)))
     transforms, data = config.recipe.transforms, config.dataset
     timms = create_transform(
         (3, 32, 32),
@@ -107,13 +108,13 @@ def test_augmentation_and_normalisation_equal_timm(seed: int):
     )
     normalize = inputs_of("recipe=cifar_cct", "augmentation=[]").normalize
     batch = ours.__getitems__([(1, index) for index in range(12)])
-    for index, (image, target) in enumerate(batch):
+    for index, (image, target, _) in enumerate(batch):
         assert image.dtype == torch.uint8 and target == index
         with seeded(Purpose.AUGMENT, seed, 1, index):
             expected = timms(pictures[index][0])
         torch.testing.assert_close(normalize(image[None])[0], expected, atol=2e-6, rtol=0)
-        assert torch.equal(ours[(1, index)][0], image)  # whatever batch it is in
-        assert not torch.equal(ours[(2, index)][0], image)
+        assert torch.equal(ours[(1, index)].image, image)  # whatever batch it is in
+        assert not torch.equal(ours[(2, index)].image, image)
 
 
 # Erasing

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from reproduction.data import sources
 from tests.doors import ROOT, SMALL, Run, dry, evaluate, snapshot, train
-from tests.images import OWN, digits, recorded, write_images
+from tests.images import OWN, digits, disturbed, recorded, write_images
 
 HERE = "tests.reproduction.test_own_images"
 PIXELS = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3), dtype=np.uint8)
@@ -36,6 +36,14 @@ class Pairs(list[tuple[Any, Any]]):
         return [i % 3 for i in range(len(self))]
 
 
+class Named(list[tuple[Any, Any]]):
+    """Pairs whose classes are indices of names, as those of torchvision."""
+
+    def __init__(self, targets: list[Any], classes: list[str]):
+        super().__init__((PIXELS[i % 12], "none") for i in range(len(targets)))
+        self.targets, self.classes = targets, classes
+
+
 def pairs(convert: Any = np.array, labels: Any = NAMES, count: int = 12) -> list[tuple[Any, Any]]:
     return [(convert(PIXELS[i]), labels[i % 3]) for i in range(count)]
 
@@ -47,6 +55,8 @@ SERVED: dict[str, tuple[Any, list[str]]] = {  # what a function returns -> its c
     "integers": (pairs(labels=[10, 9, 8]), ["8", "9", "10"]),
     "arrays of one": (pairs(labels=np.arange(3)[:, None]), ["0", "1", "2"]),
     "targets": (Pairs((x, "none") for x in PIXELS), ["0", "1", "2"]),
+    "names": (Named([0, 1, 2] * 4, ["x", "y", "z"]), ["x", "y", "z"]),
+    "minus one": (pairs(labels=[-1, 0, 1]), ["-1", "0", "1"]),
 }
 REFUSED: dict[str, Any] = {
     "one half": lambda: 3,
@@ -58,11 +68,22 @@ REFUSED: dict[str, Any] = {
     "floating-point images": lambda: (pairs(lambda x: x / 255),) * 2,
     "deep images": lambda: (pairs(lambda x: x[:, :, 0].astype(np.uint16)),) * 2,
     "channels first": lambda: (pairs(lambda x: x.transpose(2, 0, 1)),) * 2,
+    "no images": lambda: (pairs(lambda x: "path"),) * 2,
+    "two classes of one name": lambda: (Named([0, 1, 2] * 2, ["x", "y", "x"]),) * 2,
+}
+LABELS: dict[str, tuple[Any, str]] = {  # what a function returns -> the first bad place
+    "hidden labels": (Named([0, 1, 1, -1, -1], ["x", "y"]), "image 3 is of class -1"),
+    "too large ones": (Named([0, 1, 2], ["x", "y"]), "image 2 is of class 2"),
+    "names of names": (Named(["x", "y"], ["x", "y"]), "image 0 is of class 'x'"),
+    "nan": (pairs(labels=[0.0, 1.0, float("nan")]), "image 2 is of class nan"),
 }
 
 
 def load(name: str) -> Any:
-    return (SERVED[name][0],) * 2 if name in SERVED else REFUSED[name]()
+    if name in REFUSED:
+        return REFUSED[name]()
+    images, _ = (SERVED | LABELS)[name]
+    return images, images
 
 
 def own(name: str, *words: str) -> tuple[str, ...]:
@@ -96,6 +117,29 @@ def test_what_a_function_gets_wrong_ends_in_one_line(here: Path, name: str):
             assert result.status == 2 and len(result.lines) == 1 and place in result.err
 
 
+@pytest.mark.parametrize("name", LABELS)
+def test_labels_that_are_none_are_refused_with_the_first_place(here: Path, name: str):
+    result = train(*own(name))
+    assert result.status == 2 and len(result.lines) == 1, result.err
+    assert LABELS[name][1] in result.err and not [*here.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("+dataset.options.size=3",), "dataset.options.size must be null"),
+        (("~dataset.options.name",), "dataset.options.name is not set"),
+        (("dataset.root=x",), "dataset.root must be null"),
+    ],
+)
+def test_arguments_that_a_function_does_not_take_are_named(
+    here: Path, words: tuple[str, ...], told: str
+):
+    result = train(*own("arrays", *words))
+    assert result.status == 2 and len(result.lines) == 1, result.err
+    assert told in result.err and "Error" not in result.err
+
+
 def late(name: str) -> Any:
     return [*pairs(), ("no image", "cat")], pairs()
 
@@ -105,6 +149,14 @@ def test_image_that_fails_later_ends_the_run_and_is_named(here: Path):
     result = train(*words, "name=run")
     assert result.status == 1 and "image 12: no readable image" in result.lines[-1]
     assert Run("outputs/run").summary["status"] == "failed"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_bug_of_the_function_keeps_its_traceback(here: Path, workers: int):
+    with disturbed("fail", at=30 if workers == 0 else 29):
+        result = train(*OWN, *SMALL, f"dataset.workers={workers}", "dataset.eval_limit=null")
+    assert result.status == 1 and "what\never" in result.err
+    assert "Traceback" in result.err and "tests/images.py" in result.err
 
 
 class Dying(list[tuple[Any, Any]]):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tests.conftest import settled
-from tests.doors import SMALL, Run, evaluate, same, snapshot, train
+from tests.doors import SMALL, Run, evaluate, same, script, snapshot, train
 from tests.images import OWN, disturbed
 
 # Everything that has a state: 3 epochs of batches of 20, 20 and 17, in micro-batches of 7 or 6.
@@ -166,13 +166,75 @@ def flipped(data: bytes) -> bytes:
     return data[:place] + bytes([data[place] ^ 64]) + data[place + 1 :]
 
 
-def test_a_checkpoint_newer_than_the_metrics_is_passed_over(left: Run, whole: Run):
-    """As a crash of the machine may leave them."""
-    path = left.path / "metrics.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+FILES = (
+    "config.yaml",
+    "summary.json",
+    "metrics.jsonl",
+    ".lock",
+    "checkpoints/last.pt",
+    "checkpoints/last-1.pt",
+    "checkpoints/best.safetensors",
+)
+WARNED = ("config.yaml", "summary.json", "metrics.jsonl", "checkpoints/last.pt")
+
+
+def damage(path: Path, how: str) -> None:
+    """As a loss of power may leave a file: empty, or cut short, if it has lines behind one."""
+    content, kept = path.read_bytes(), b""
+    if how == "truncated":
+        half = content[: len(content) // 2]
+        kept = half[: half.rfind(b"\n") + 1] or half
+    path.write_bytes(kept)
+
+
+@pytest.mark.parametrize("how", ["emptied", pytest.param("truncated", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "names",
+    [
+        FILES[:4],
+        *(pytest.param((name,), marks=pytest.mark.slow) for name in FILES),
+    ],
+    ids=" ".join,
+)
+def test_a_run_with_damaged_files_ends_as_an_undisturbed_one(
+    left: Run, whole: Run, names: tuple[str, ...], how: str
+):
+    """The weights win: of what is lost a warning tells, and only lines can be lost."""
+    for name in names:
+        damage(left.path / name, how)
     result = train(*BY_STEPS)
-    assert result.status == 0 and "metrics.jsonl" in result.err
-    assert same(left, whole) == []
+    assert result.status == 0, result.err
+    assert all(line.startswith("warning: ") for line in result.lines)
+    for name in names:
+        assert (left.path / name).stat().st_size > 0
+        assert (name in result.err) == (name in WARNED), result.err
+    different = same(left, whole)
+    if "metrics.jsonl" in names:
+        different = [name for name in different if not name.startswith("lines.")]
+    assert different == []
+
+
+def test_a_run_with_damaged_files_is_found_evaluated_and_tabled(left: Run, whole: Run):
+    for name in FILES[:4]:
+        damage(left.path / name, "emptied")
+    table = script("runs", "outputs")
+    assert table.status == 0 and "interrupted after epoch 2 of 3" in table.out, table
+    assert evaluate("run=outputs/mine", *OWN[1:2], "device=cpu").status == 0
+    result = train(*(word for word in BY_STEPS if not word.startswith("name=")))
+    assert result.status == 0 and "resuming after step 8" in result.out, result
+    assert [path.name for path in Path("outputs").iterdir()] == ["mine"]
+    damage(left.path / "summary.json", "truncated")  # of the finished run
+    assert train(*BY_STEPS).status == 0
+    assert left.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+def test_a_run_begins_in_an_empty_folder(here: Path):
+    """That somebody has made, or a run that was killed before its first file."""
+    Path("outputs/mine").mkdir(parents=True)
+    assert train(*OWN, "name=mine", "recipe.max_steps=1", *SMALL[:1]).status == 0
+    for words in (("name=mine",), ("name=mine", "resume=auto", "seed=1")):
+        result = train(*OWN, *words)
+        assert (result.status, len(result.lines)) == (2, 1) and "outputs/mine" in result.err
 
 
 def test_a_run_without_readable_checkpoint_is_refused_unchanged(left: Run):

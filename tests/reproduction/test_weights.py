@@ -1,11 +1,13 @@
 """Weight files of ours and of other programs: what a run begins with, evaluates, exports."""
 
 import argparse
+import json
 import os
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -112,6 +114,7 @@ CONTAINERS = {
     "ema": lambda state: {"state_dict": doubled(state), "state_dict_ema": state},
     "ddp": lambda state: {"state_dict": {f"module.{k}": v for k, v in state.items()}},
     "compiled": lambda state: {f"_orig_mod.module.{k}": v for k, v in state.items()},
+    "numpy's numbers": lambda state: {"model": state, "epoch": np.int64(3), "acc": np.float32(97)},
     "parameters": lambda state: {k: nn.Parameter(v) for k, v in state.items()},
 }
 
@@ -197,6 +200,10 @@ REFUSED = {  # what is in the file, part of the line
         lambda: {"state_dict": tiny_state(), "args": argparse.Namespace(lr=Intruder())},
         "mkdir",
     ),
+    "objects of numpy": (
+        lambda: {"state_dict": tiny_state(), "accs": np.array([Intruder()], object)},
+        "_reconstruct",
+    ),
 }
 
 
@@ -214,6 +221,16 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(here: Path, case: str):
     assert (result.status, len(result.lines)) == (2, 1), result
     assert "model.weights=x.pth" in result.err and part in result.err
     assert snapshot() == before, "code of the file was executed, or something written"
+
+
+def test_numbers_of_numpy_beside_weights_are_told_as_plain_ones(here: Path):
+    torch.save({"model": tiny_state(), "epoch": np.int64(3), "step": np.float64(9)}, "x.pt")
+    words = ("dataset=digits", "dataset.eval_limit=10", "device=cpu")
+    result = evaluate("checkpoint=x.pt", "model.embed_dim=16", *words)
+    assert result.status == 0, result.err
+    (file,) = Path("outputs/evaluations").glob("*.json")
+    found = json.loads(file.read_text())
+    assert (found["epoch"], found["step"]) == (3, 9)
 
 
 def test_an_exported_vit_is_loaded_by_timm(here: Path):

@@ -121,6 +121,7 @@ class Kind(NamedTuple):
     blocks: str = "blocks"
     layers: tuple[int, ...] = (0, 1, 2)
     stages: bool = False  # HTM alone
+    vtm: bool = True  # of those without stages
     unused: str = "-"  # a parameter without a gradient in the model's own training, too
 
 
@@ -161,7 +162,8 @@ KINDS: dict[str, Kind] = {
     "relpos": of_timm("vit_relpos_small_patch16_224", 0),  # an MLP of them in each block
     "relpos, shared": of_timm("vit_srelpos_small_patch16_224", 0),  # and one for all
     "relpos, class token": of_timm("vit_relpos_medium_patch16_cls_224", 1, True),
-    "cait": of_timm("cait_xxs24_224", 0, depth_token_only=1),  # talking heads
+    # talking heads add a bias behind the softmax, so that every further key counts
+    "cait": of_timm("cait_xxs24_224", 0, depth_token_only=1)._replace(vtm=False),
     "norms behind": of_timm("vit_base_patch16_rpn_224", 0),  # the attention
     "parallel": of_timm("vit_base_patch16_xp_224", 1, True),  # attention and MLP
     "cct": Kind(small_cct, pixels=16),
@@ -211,7 +213,7 @@ QUICK = (  # the others are like one of these
     ),
     *("swin, padded", "swin v2", "pvt v2", "hiera"),
 )
-TO_ALL = [name for name, kind in KINDS.items() if not kind.stages]
+WITH_MEMORY = [name for name, kind in KINDS.items() if kind.vtm and not kind.stages]
 
 
 def of_each_kind(names: Iterable[str] = KINDS, quick: Iterable[str] = QUICK) -> list[Any]:

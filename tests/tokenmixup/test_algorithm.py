@@ -170,6 +170,19 @@ def test_zeros_and_what_is_not_finite():
             mix(lost, 0.0, by)
 
 
+@pytest.mark.parametrize("rule", ["match", "choose"])
+def test_a_rule_that_returns_another_type_is_named(rule: str):
+    b, t = 4, 3
+    arrays = torch.rand(b, t, 2), torch.eye(b), torch.rand(b, t), torch.zeros(b)
+    with pytest.raises(TypeError, match=f"{rule}: returns torch.float32, must return torch"):
+        mix_horizontal(
+            *arrays,
+            tau=1.0,
+            rho=0.0,
+            rules=Rules()._replace(**{rule: lambda *_: torch.zeros(b)}),
+        )
+
+
 def test_mix_horizontal_refuses_other_shapes():
     tokens, targets, saliency, easy = one_batch()
     with pytest.raises(ValueError, match=r"saliency of 8 tokens"):

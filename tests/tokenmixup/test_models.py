@@ -17,7 +17,7 @@ from tests.conftest import CLASSES
 from tests.tokenmixup.models import (
     ENCODED,
     KINDS,
-    TO_ALL,
+    WITH_MEMORY,
     Call,
     Encoded,
     batch_of,
@@ -45,7 +45,7 @@ def attached(name: str, model: Any = None, **settings: Any) -> TokenMixup:
 def test_a_step_mixes_and_evaluation_is_the_plain_model(name: str):
     images, targets = batch_of(name)
     settings: dict[str, Any] = {"manifold_mixup": {"layers": [0]}}
-    if not KINDS[name].stages:
+    if name in WITH_MEMORY:
         settings["vtm"] = {"layer": LAYER, "kappa": KAPPA}
     for layer in KINDS[name].layers if KINDS[name].stages else (1,):
         module = attached(name, htm={"layer": layer, **ALL}, **settings)
@@ -241,7 +241,7 @@ def with_tokens(name: str, model: Any, images: Tensor, places: list[Tensor]) -> 
     return logits_of(model(images))
 
 
-@pytest.mark.parametrize("name", of_each_kind(TO_ALL))
+@pytest.mark.parametrize("name", of_each_kind(WITH_MEMORY))
 def test_vtm_is_the_block_on_its_own_tokens_and_the_memory(name: str):
     (images, targets), kind = batch_of(name), KINDS[name]
     model, module = build(name)[0].train(), attached(name, vtm={"layer": LAYER, "kappa": KAPPA})
@@ -250,7 +250,7 @@ def test_vtm_is_the_block_on_its_own_tokens_and_the_memory(name: str):
         blocks_of(name, model)[:LAYER], calls_of(name, model, images), strict=False
     ):
         places.append(saliency_of(name, block, call).topk(KAPPA).indices + kind.prefix)
-    has_positions = kind.pixels == 64 and name not in ("cait", "norms behind", "parallel")
+    has_positions = kind.pixels == 64 and name not in ("norms behind", "parallel")
     by = with_positions if has_positions else with_tokens
     expected = by(name, model, images, places)
     output = module(images, targets)
@@ -269,7 +269,7 @@ def test_vtm_is_the_block_on_its_own_tokens_and_the_memory(name: str):
     ],
 )
 def test_other_detectors_mix(name: str, more: dict[str, Any]):
-    vtm = None if KINDS[name].stages else {"layer": 2}
+    vtm = {"layer": 2} if name in WITH_MEMORY else None
     module = attached(name, htm={"layer": 1, **ALL, **more}, vtm=vtm)
     output = module(*batch_of(name))
     assert output.stats["mixed_tokens"] > 0 and training_loss(output).isfinite()
@@ -421,4 +421,4 @@ def test_the_page_lists_the_models_that_are_served():
     for name, kind in KINDS.items():
         listed = others.get(name) or kind.build.args[0]  # type: ignore[attr-defined]
         (row,) = (row for row in rows if f"{listed}`" in row or f" {listed}," in row)
-        assert row.endswith("| no |" if kind.stages else "| yes |"), name
+        assert row.endswith("| yes |" if name in WITH_MEMORY else "| no |"), name

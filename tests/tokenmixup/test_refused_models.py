@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -18,7 +19,7 @@ from tests.conftest import CLASSES, small_cct
 from tests.tokenmixup.models import ENCODED
 from tests.tokenmixup.models import build as build_kind
 from tests.tokenmixup.test_changed_models import BOTH, batch, encoded, hf_vit, vit
-from tokenmixup import VTM, Adapter, attach
+from tokenmixup import HTM, VTM, Adapter, ManifoldMixup, attach
 
 NAN, INF = math.nan, math.inf
 VALUES: dict[str, dict[str, list[Any]]] = {  # beside layer=1
@@ -59,6 +60,21 @@ def test_a_value_out_of_range_is_named(method: str):
             given = {} if method == "manifold_mixup" else {"layer": 1}
             told: Any = {method: {**given, option: value}}
             refused(small_cct(), f"{method}.{option}", **told)
+
+
+def test_numbers_of_numpy_are_those_of_python():
+    many = HTM(layer=[np.int64(1), np.int8(2)], tau=np.float64(1.5), rho=[np.float32(0.25), 0])
+    assert many == HTM(layer=[1, 2], tau=1.5, rho=[0.25, 0])
+    assert VTM(layer=np.int64(2), kappa=np.uint8(4)) == VTM(layer=2, kappa=4)
+    early = ManifoldMixup(alpha=np.float32(2), layers=[np.int64(0), np.int64(1)])
+    assert early == ManifoldMixup(alpha=2.0, layers=[0, 1])
+    numbers = [*many.layers, many.tau, *early.layers, early.alpha]
+    assert {type(x) for x in numbers} == {int, float}
+    for value in (True, np.bool_(True), np.float64(1.0)):
+        with pytest.raises(ValueError, match="layer"):
+            HTM(layer=value)
+    with pytest.raises(ValueError, match="tau"):
+        HTM(layer=1, tau=True)
 
 
 @pytest.mark.parametrize(

@@ -1,47 +1,96 @@
-"""Images as 8-bit RGB: read as viewers show them, and held in memory."""
+"""Images as 8-bit RGB: read as viewers show them, and measured before they are read."""
 
 import os
-import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
-NO_IMAGE = "no readable image"
+from reproduction.system import first_line
+
 ENDINGS = (
-    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".gif", ".webp", ".avif"),
-    *(".ppm", ".bmp", ".pgm", ".tif", ".tiff"),
+    ".jpg",
+    ".jpeg",
+    ".jpe",
+    ".jfif",
+    ".png",
+    ".gif",
+    ".webp",
+    ".avif",
+    ".ppm",
+    ".bmp",
+    ".pgm",
+    ".tif",
+    ".tiff",
 )
 HIDDEN = (".", "@eaDir", "__MACOSX", "lost+found", "$RECYCLE.BIN")  # how names of no images begin
 # Formats that Pillow may open, detected by content. Others can start programs, such as EPS.
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
-warnings.filterwarnings("ignore", module=r"PIL\.")  # they name no file
+
+class NoImage(ValueError):
+    """Content that is no image, or has more than 8 bits a channel."""
+
+    def __init__(self, reason: str):
+        super().__init__(f"no readable image: {reason}")
 
 
 def read(path: str, as_seen: bool = True) -> Image.Image:
     """Reads a file as viewers show it, upright and on white, else as it is stored.
 
-    RuntimeError names a file that is broken or has more than 8 bits a channel.
+    Raises NoImage for its content, and OSError if the system cannot read it.
     """
+    content = _content(path)
+    with _decoding(), Image.open(content, formats=FORMATS) as image:
+        _check_depth(image)
+        return rgb(upright(image)) if as_seen else image.convert("RGB")
+
+
+def _content(path: str) -> BytesIO:
+    """The bytes of a file, read before they are decoded: so no error of the system is Pillow's."""
     try:
-        with Image.open(path, formats=FORMATS) as image:
-            _check_depth(image)
-            return rgb(upright(image)) if as_seen else image.convert("RGB")
-    except Exception as error:  # Pillow raises errors of any type
-        raise RuntimeError(f"{path}: {NO_IMAGE}: {error or type(error).__name__}") from error
+        return BytesIO(Path(path).read_bytes())
+    except OSError as error:
+        error.filename = path  # not known to it once the file is open
+        raise
 
 
 def rgb(image: Any) -> Image.Image:
-    """Converts a PIL image, or a uint8 array `h w` or `h w 3`; transparent pixels become white."""
-    if isinstance(image, np.ndarray):
-        image = Image.fromarray(image)
-    _check_depth(image)
-    if image.has_transparency_data:
-        white = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(white, image.convert("RGBA"))
-    return image.convert("RGB")
+    """Converts a PIL image, or a uint8 array `h w` or `h w 3`; transparent pixels become white.
+
+    Raises NoImage for anything else.
+    """
+    with _decoding():
+        if isinstance(image, np.ndarray):
+            image = Image.fromarray(image)
+        if not isinstance(image, Image.Image):
+            raise NoImage(f"{type(image).__name__} instead of a PIL image or an array")
+        _check_depth(image)
+        if image.has_transparency_data:
+            white = Image.new("RGBA", image.size, "white")
+            image = Image.alpha_composite(white, image.convert("RGBA"))
+        return image.convert("RGB")
+
+
+@contextmanager
+def _decoding() -> Iterator[None]:
+    """Raises NoImage for any error of Pillow but a lack of memory and the system's own."""
+    try:
+        yield
+    except (NoImage, MemoryError):
+        raise
+    except UnidentifiedImageError as error:
+        raise NoImage(f"none of {', '.join(FORMATS)}") from error
+    except OSError as error:
+        if error.errno is not None:  # of a file that is still open
+            raise
+        raise NoImage(str(error)) from error
+    except Exception as error:  # Pillow raises errors of any type
+        raise NoImage(first_line(error)) from error
 
 
 def upright(image: Image.Image) -> Image.Image:
@@ -52,10 +101,10 @@ def upright(image: Image.Image) -> Image.Image:
 
 
 def _check_depth(image: Image.Image) -> None:
-    """Raises ValueError for more than 8 bits a channel, which Pillow would drop in colour."""
+    """Raises NoImage for more than 8 bits a channel, which Pillow would drop in colour."""
     layout = [str(tile.args) for tile in getattr(image, "tile", ())]  # empty once it is loaded
     if image.mode.startswith(("I", "F")) or any(";16" in x for x in layout):
-        raise ValueError(f"{image.mode} pixels of more than 8 bits, convert them to 8 bits")
+        raise NoImage(f"{image.mode} pixels of more than 8 bits, convert them to 8 bits")
 
 
 def size(path: str) -> int:

@@ -6,19 +6,22 @@ uint8 array) with its class (a name or an integer), as in torchvision. If it has
 is read for its class, and if it has `classes`, these are the names of integers.
 """
 
+import inspect
 import json
+import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from pkgutil import resolve_name
 from traceback import extract_tb
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pandas as pd
@@ -29,49 +32,108 @@ from sklearn.model_selection import train_test_split
 from torchvision.datasets import CIFAR10, CIFAR100, DatasetFolder, ImageFolder
 
 from reproduction.config import Dataset
-from reproduction.data.images import ENDINGS, NO_IMAGE, is_hidden, read, rgb, size
-from reproduction.system import UserError, first_line
+from reproduction.data.images import ENDINGS, NoImage, is_hidden, read, rgb, size
+from reproduction.system import PlainError, UserError, first_line
 
 HELD_OUT_DIGITS = 360  # of 1,797, stratified
-MOST_MEMORY = 2**30  # bytes of decoded images that are kept, of each half
+MOST_MEMORY = 2**30  # bytes of decoded images that the runs of one command keep on a machine
 MOST_SIZES = 10**5  # files whose sizes are read; those of ImageNet may take minutes
+READABLE = 100  # of so many training images one may be unreadable
+
+Class = str | int | float | bool  # as a data set names it
 
 
+class Items(Protocol):
+    """What a function returns: images with their classes. It may have `targets` and `classes`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Unreadable(PlainError):
+    """The content of an image cannot be decoded; the line names the image."""
+
+
+class Refused(ValueError):
+    """What is wrong with a data set, in words that need no name of an error."""
+
+
+@dataclass(frozen=True, eq=False)
 class Half:
-    """Images at `places` of `items`: `half[i]` is an RGB image and the index of its class."""
+    """Some of the images of `items`: `half[i]` is an RGB image and the index of its class.
 
-    def __init__(self, items: Any, targets: Sequence[int], places: Sequence[int] | None = None):
-        self.items, self.targets = items, [*targets]
-        self.places = range(len(self.targets)) if places is None else places
-        self.has_files = isinstance(items, DatasetFolder)
+    `places` are theirs in `items`; `decoded` their pixels, if they are held in memory.
+    """
+
+    items: Items
+    targets: list[int]
+    places: Sequence[int]
+    decoded: list[np.ndarray | Unreadable] | None = None
+
+    @classmethod
+    def of(cls, items: Items, targets: Sequence[int]) -> "Half":
+        """All images of `items`."""
+        return cls(items, [*targets], range(len(targets)))
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        """Raises Unreadable for content that is no image, PlainError for the system's errors."""
+        return self._image(index), self.targets[index]
+
+    def _image(self, index: int) -> Image.Image:
+        if self.decoded is not None:
+            pixels = self.decoded[index]
+            if isinstance(pixels, Unreadable):
+                raise pixels
+            return Image.fromarray(pixels)
         try:
-            return rgb(self.items[self.places[index]][0]), self.targets[index]
-        except Exception as error:  # from any code
-            text = f"dataset.source: image {self.name(index)}: {NO_IMAGE}: {first_line(error)}"
-            raise RuntimeError(str(error) if NO_IMAGE in str(error) else text) from error
+            return rgb(self.items[self.places[index]][0])
+        except NoImage as error:
+            raise Unreadable(f"{self._named(index)}: {error}") from error
+        except OSError as error:  # Pillow's have no number, when another function has read the file
+            if error.errno is None:
+                raise Unreadable(f"{self._named(index)}: {NoImage(str(error))}") from error
+            raise PlainError(f"{self._named(index)}: {os.strerror(error.errno)}") from error
+
+    @property
+    def folder(self) -> DatasetFolder | None:
+        """What has found the files of the images, if they are files of a folder."""
+        return self.items if isinstance(self.items, DatasetFolder) else None
 
     def name(self, index: int) -> str:
         """The path of an image, or its place in the data set."""
         place = self.places[index]
-        return str(self.items.samples[place][0] if self.has_files else place)
+        if self.folder is None:
+            return str(place)
+        return str(self.folder.samples[place][0])
+
+    def _named(self, index: int) -> str:
+        name = self.name(index)
+        return f"dataset.source: image {name}" if self.folder is None else name
 
     def take(self, indices: Sequence[int]) -> "Half":
-        targets, places = ([part[i] for i in indices] for part in (self.targets, self.places))
+        targets = [self.targets[i] for i in indices]
+        places = [self.places[i] for i in indices]
         return Half(self.items, targets, places)
 
     def content(self, classes: list[str]) -> list[str]:
         """What tells images from others: names and sizes of files, else their classes."""
-        if not self.has_files:
+        if self.folder is None:
             return [classes[target] for target in self.targets]
-        names, root = map(self.name, range(len(self))), str(self.items.root)
-        is_read = len(self) <= MOST_SIZES
-        sizes = ((is_read and os.path.exists(x) and os.path.getsize(x), x) for x in names)
-        return [f"{size} {name.removeprefix(root)}" for size, name in sizes]
+        names = [self.name(index) for index in range(len(self))]
+        root = str(self.folder.root)
+        pairs = zip(_sizes(names), names, strict=True)
+        return [f"{size} {name.removeprefix(root)}" for size, name in pairs]
+
+
+def _sizes(paths: list[str]) -> list[int | bool]:
+    """The bytes of files; False for one that is not there, or if there are too many to ask."""
+    if len(paths) > MOST_SIZES:
+        return [False] * len(paths)
+    return [os.path.exists(path) and os.path.getsize(path) for path in paths]
 
 
 class Data(NamedTuple):
@@ -81,12 +143,15 @@ class Data(NamedTuple):
     held_out: Half
     classes: list[str]
     validation: Half | None = None
-    remarks: tuple[str, ...] = ()  # what was left out
+    remarks: tuple[str, ...] = ()  # what is allowed but probably a mistake
 
     @property
     def per_epoch(self) -> Half:
         """The images to evaluate on after an epoch: for validation, else the held-out ones."""
         return self.held_out if self.validation is None else self.validation
+
+
+# --- opening a data set -------------------------------------------------------------------------
 
 
 def opened(dataset: Dataset) -> Data:
@@ -95,62 +160,138 @@ def opened(dataset: Dataset) -> Data:
     Keeps `limit` and `eval_limit` images, and sets the share `validation` of those for training
     apart, stratified by class.
     """
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # they name no file
     data = _whole(dataset.source, dataset.root, json.dumps(dataset.options, sort_keys=True))
     data = data._replace(
         train=_limited("limit", data.train, dataset.limit),
         held_out=_limited("eval_limit", data.held_out, dataset.eval_limit),
     )
-    return _split(data, dataset.validation, dataset.validation_seed) if dataset.validation else data
+    if dataset.validation:
+        data = _split(data, dataset.validation, dataset.validation_seed)
+    return data._replace(remarks=(*data.remarks, *_not_evaluated(data)))
 
 
 @lru_cache(maxsize=1)
 def _whole(source: str, root: str | None, options: str) -> Data:
     """Calls the function of a data set; the last result serves all points of a sweep."""
-    arguments = json.loads(options) | ({} if root is None else {"root": root})
+    arguments = json.loads(options)
+    if root is not None:
+        arguments["root"] = root
     is_own = not source.startswith(f"{__name__}:")
+    if is_own:
+        key = f"dataset.source={source}"
+    elif options != "{}":
+        key = f"dataset.options={options}"
+    else:
+        key = f"dataset.root={root or 'null'}"
     try:
-        parts = [*resolve_name(source)(**arguments)]
-        labels = [_labels(part) for part in parts]
-        classes = getattr(parts[0], "classes", None) or sorted({*labels[0]})
-        index = {name: i for i, name in enumerate(classes)}
-        if len(classes) < 2:
-            raise ValueError(f"needs two classes or more, all training images are of {classes[0]}")
-        if odd := {x for names in labels[1:] for x in names} - {*labels[0]}:
-            raise ValueError(f"held-out images are of class {min(odd)!r}, no training image is")
-        targets = [[index[label] for label in names] for names in labels]
-        train, held_out, *validation = halves = [*map(Half, parts, targets)]
+        function = resolve_name(source)
+        _check_arguments(function, arguments)
+        return _labelled([*function(**arguments)])
+    except Refused as error:
+        raise UserError(f"{key}: {error}") from error
     except Exception as error:  # from any code
         place = extract_tb(error.__traceback__)[-1]
         where = f" ({place.filename}:{place.lineno})" if is_own else ""
-        key = f"dataset.root={root or 'null'}" if options == "{}" else f"dataset.options={options}"
-        key = f"dataset.source={source}" if is_own else key
         raise UserError(f"{key}: {first_line(error)}{where}") from error
-    names = [str(name) for name in classes]
-    return Data(train, held_out, names, next(iter(validation), None), (*_remarks(halves, names),))
 
 
-def _labels(part: Any) -> list[Any]:
-    """The name of each image's class, or its number if `part` does not name its classes."""
+def _check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Raises Refused for an argument of the function that is missing, or that it does not take."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # of code that is not Python
+        return
+    named = [x for x in parameters if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
+    for parameter in named:
+        if parameter.default is parameter.empty and parameter.name not in arguments:
+            raise Refused(f"{_key_of(parameter.name)} is not set, and this data set needs it")
+    if any(x.kind is x.VAR_KEYWORD for x in parameters):
+        return
+    keys = [_key_of(x.name) for x in named]
+    for name in arguments:
+        if _key_of(name) not in keys:
+            raise Refused(f"{_key_of(name)} must be null; allowed are {', '.join(keys) or 'none'}")
+
+
+def _key_of(argument: str) -> str:
+    return "dataset.root" if argument == "root" else f"dataset.options.{argument}"
+
+
+def _labelled(parts: list[Items]) -> Data:
+    """Gives the images of each part the indices of the training images' classes."""
+    if len(parts) not in (2, 3):
+        raise Refused(f"{len(parts)} parts, allowed are 2 and, with images for validation, 3")
+    labels = [_labels(part) for part in parts]
+    trained = {*labels[0]}
+    classes = getattr(parts[0], "classes", None) or sorted(trained)
+    index = {name: i for i, name in enumerate(classes)}
+    if len(index) < len(classes):
+        twice = next(name for name, count in Counter(classes).items() if count > 1)
+        raise Refused(f"two classes are named {twice!r}")
+    if len(classes) < 2:
+        raise Refused(f"needs two classes or more, all training images are of {classes[0]}")
+    untrained = {label for names in labels[1:] for label in names} - trained
+    if untrained:
+        raise Refused(f"held-out images are of class {min(untrained)!r}, no training image is")
+    halves = []
+    for part, names in zip(parts, labels, strict=True):
+        halves.append(Half.of(part, [index[name] for name in names]))
+    train, held_out, *others = halves
+    return Data(
+        train=train,
+        held_out=held_out,
+        classes=[str(name) for name in classes],
+        validation=others[0] if others else None,
+        remarks=tuple(_remarks(halves)),
+    )
+
+
+def _labels(part: Items) -> list[Class]:
+    """The name of each image's class, or its number if `part` does not name its classes.
+
+    Raises Refused for a label that is none, such as the -1 of a test set whose labels are hidden.
+    """
     targets = getattr(part, "targets", None)
     if targets is None:
         targets = [part[i][1] for i in range(len(part))]
     labels = [np.asarray(target).item() for target in targets]  # also [3], as medmnist has them
     if len(labels) != len(part) or not labels:
-        raise ValueError(f"{len(part)} images, {len(labels)} classes")
+        raise Refused(f"{len(part)} images, {len(labels)} classes")
     names = getattr(part, "classes", None)
+    for i, label in enumerate(labels):
+        if isinstance(label, float) and not math.isfinite(label):
+            raise Refused(f"image {i} is of class {label}, which is no number and no name")
+        if names is not None and not (isinstance(label, int) and 0 <= label < len(names)):
+            raise Refused(f"image {i} is of class {label!r}, allowed is 0..{len(names) - 1}")
     return labels if names is None else [names[label] for label in labels]
 
 
-def _remarks(halves: list[Half], classes: list[str]) -> Iterator[str]:
+def _remarks(halves: list[Half]) -> Iterator[str]:
     """Says which files of image folders are left out, and if halves hold the same files."""
-    folders = [half for half in halves if isinstance(half.items, Folder)]
-    if left_out := sum((half.items.left_out for half in folders), Counter[str]()):
+    left_out = Counter[str]()
+    for half in halves:
+        if isinstance(half.items, Folder):
+            left_out += half.items.left_out
+    if left_out:
         counts = ", ".join(f"{count:,} {kind}" for kind, count in left_out.most_common())
         yield f"files left out: {counts}"
-    for half in folders[1:]:
-        first = folders[0]
-        if len(half) == len(first) and half.content(classes) == first.content(classes):
-            yield f"{half.items.root} has files of the names and sizes of {first.items.root}"
+    first = halves[0]
+    for half in halves[1:]:
+        if first.folder is None or half.folder is None or len(half) != len(first):
+            continue
+        if half.content([]) == first.content([]):
+            yield f"{half.folder.root} has files of the names and sizes of {first.folder.root}"
+
+
+def _not_evaluated(data: Data) -> Iterator[str]:
+    """Says which classes are trained on, and have no image to evaluate them."""
+    for kind, half in (("held-out", data.held_out), ("validation", data.validation)):
+        missing = {*data.train.targets} - {*half.targets} if half is not None else None
+        if missing:
+            names = [data.classes[i] for i in sorted(missing)]
+            told = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            yield f"{len(names)} of {len(data.classes)} classes have no {kind} image: {told}"
 
 
 def _limited(key: str, half: Half, limit: int | None) -> Half:
@@ -171,45 +312,83 @@ def _split(data: Data, share: float, seed: int) -> Data:
     try:
         if data.validation is not None:
             raise ValueError("the data set has images for validation, allowed is 0")
-        parts = train_test_split(
+        kept, apart = train_test_split(
             np.arange(len(half)), test_size=share, stratify=half.targets, random_state=seed
         )
-        train, validation = (half.take(sorted(x.tolist())) for x in parts)
-        if lost := {*half.targets} - {*train.targets}:
+        train = half.take(sorted(kept.tolist()))
+        validation = half.take(sorted(apart.tolist()))
+        lost = {*half.targets} - {*train.targets}
+        if lost:
             raise ValueError(f"leaves class {data.classes[min(lost)]} no training image")
     except ValueError as error:
         raise UserError(f"dataset.validation={share}: {error}") from error
     return data._replace(train=train, validation=validation)
 
 
-def cached(half: Half) -> Half:
-    """Decodes the files of `half` if they fit into MOST_MEMORY, which forked workers share.
+# --- images in memory ---------------------------------------------------------------------------
 
-    UserError names a broken file and how many there are.
+
+def in_memory(data: Data, names: Sequence[str], ranks: int) -> Data:
+    """Decodes the files of the named halves, in this order, as long as all of a half fit.
+
+    MOST_MEMORY is for all `ranks` of a machine, each of which holds its own. PlainError if more is
+    unreadable than training bears, or anything to evaluate on.
     """
-    room = MOST_MEMORY if half.has_files else 0
-    for i in range(len(half)):
-        if room <= 0:
-            return half
-        room -= size(half.name(i))
-    images = _read_all(half, np.array)
-    if broken := [image for image in images if isinstance(image, RuntimeError)]:
-        count = f"{len(broken):,} of {len(half):,} images of this folder are broken"
-        raise UserError(f"{broken[0]}; {count}")
-    return Half([*zip(images, half.targets, strict=True)], half.targets)
+    room = MOST_MEMORY // ranks
+    for name in names:
+        half = getattr(data, name)
+        if half is None or half.folder is None:
+            continue
+        left = _left(half, room)
+        if left < 0:
+            continue
+        room = left
+        decoded = _read_all(half, np.array)
+        broken = {i: str(x) for i, x in enumerate(decoded) if isinstance(x, Unreadable)}
+        if name == "train":
+            check_share(broken, half)
+        elif broken:
+            first = next(iter(broken.values()))
+            count = f"{len(broken):,} of {len(half):,} images to evaluate on"
+            raise PlainError(f"{first}; {count} are unreadable, allowed is none")
+        data = data._replace(**{name: replace(half, decoded=decoded)})
+    return data
+
+
+def check_share(unreadable: Mapping[int, str], half: Half) -> None:
+    """Raises PlainError, which names the first, if more than 1 in READABLE images is unreadable.
+
+    `unreadable` maps the indices of training images to the reason.
+    """
+    if len(unreadable) * READABLE > len(half):
+        first = next(iter(unreadable.values()))
+        count = f"{len(unreadable):,} of {len(half):,} images to train on"
+        raise PlainError(f"{first}; {count} are unreadable, allowed is 1 in {READABLE}")
+
+
+def _left(half: Half, room: int) -> int:
+    """What of the room is left beside all images of a half, negative if they do not fit."""
+    for index in range(len(half)):
+        room -= size(half.name(index))
+        if room < 0:
+            break
+    return room
 
 
 def _read_all(half: Half, keep: Callable[[Image.Image], Any]) -> list[Any]:
-    """What to keep of each image, or the RuntimeError that names it if it is broken."""
+    """What to keep of each image, or its error if it is unreadable."""
 
     def each(index: int) -> Any:
         try:
             return keep(half[index][0])
-        except RuntimeError as error:
+        except Unreadable as error:
             return error
 
     with ThreadPoolExecutor(8) as pool:  # decoding releases the GIL
-        return [*pool.map(each, range(len(half)))]
+        return list(pool.map(each, range(len(half))))
+
+
+# --- identity -----------------------------------------------------------------------------------
 
 
 def record(data: Data, weights: str | None = None) -> dict[str, str]:
@@ -218,17 +397,21 @@ def record(data: Data, weights: str | None = None) -> dict[str, str]:
     Counts training, validation and held-out images, with a digest of their `content`, and, if a
     run starts from a file of your own, the digest of this file.
     """
-    parts = [x for x in (data.train, data.validation, data.held_out) if x is not None]
+    halves = [half for half in (data.train, data.validation, data.held_out) if half is not None]
     digest = sha256()
-    for part in parts:
-        digest.update("\0".join([*part.content(data.classes), ""]).encode(errors="replace"))
-    counts = " + ".join(f"{len(part):,}" for part in parts)
+    for half in halves:
+        for line in half.content(data.classes):
+            digest.update(f"{line}\0".encode(errors="replace"))
+    counts = " + ".join(f"{len(half):,}" for half in halves)
     classes = f"{len(data.classes):,} classes"
-    found = {"images": f"{counts} images of {classes}, digest {digest.hexdigest()[:8]}"}
+    facts = {"images": f"{counts} images of {classes}, digest {digest.hexdigest()[:8]}"}
     if weights is not None:
         digest = sha256(Path(weights).read_bytes())
-        found["weights"] = f"model.weights with sha256 {digest.hexdigest()[:8]}"
-    return found
+        facts["weights"] = f"model.weights with sha256 {digest.hexdigest()[:8]}"
+    return facts
+
+
+# --- the sources --------------------------------------------------------------------------------
 
 
 class Folder(ImageFolder):
@@ -243,11 +426,22 @@ class Folder(ImageFolder):
         super().__init__(root, loader=loader, is_valid_file=self._is_image, **settings)
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-        beside = [name for name in os.listdir(directory) if not is_hidden(name)]
-        names = sorted(name for name in beside if Path(directory, name).is_dir())
-        images = {name for name in beside if name.lower().endswith(ENDINGS)} - {*names}
-        if images:
-            self.left_out["image beside the class folders"] = len(images)
+        """Raises Refused if there is no folder of a class, or a link to one that is not there."""
+        if not os.path.isdir(directory):
+            raise Refused(f"there is no folder {directory}; it must hold a folder for each class")
+        names = []
+        for name in sorted(os.listdir(directory)):
+            path = Path(directory, name)
+            if is_hidden(name):
+                continue
+            if path.is_symlink() and not path.exists():
+                raise Refused(f"{path} is a link to {os.readlink(path)}, which is not there")
+            if path.is_dir():
+                names.append(name)
+            elif name.lower().endswith(ENDINGS):
+                self.left_out["image beside the class folders"] += 1
+        if not names:
+            raise Refused(f"{directory} must hold a folder for each class")
         return names, {name: i for i, name in enumerate(names)}
 
     def _is_image(self, path: str) -> bool:
@@ -268,9 +462,15 @@ class Unlabelled(Folder):
 
 def image_folder(root: str) -> list[Folder]:
     """Opens root/train/<class>/, and val/ or test/ likewise; with both, val/ is for validation."""
-    found = [x for x in ("test", "val") if any(y.is_dir() for y in Path(root, x).glob("[!.]*"))]
-    held_out, *validation = found or ["val"]
-    return [Folder(Path(root, part)) for part in ("train", held_out, *validation)]
+    parts = ["train"]
+    parts += [name for name in ("test", "val") if _holds_classes(Path(root, name))]
+    if parts == ["train"]:
+        parts.append("val")  # which is then named as missing
+    return [Folder(Path(root, part)) for part in parts]
+
+
+def _holds_classes(folder: Path) -> bool:
+    return any(path.is_dir() or path.is_symlink() for path in folder.glob("[!.]*"))
 
 
 def imagenet1k(root: str) -> list[Folder]:
@@ -284,16 +484,16 @@ def unlabelled(folder: Path, classes: list[str]) -> Data:
     Remarks name the broken ones, which are left out. UserError if there is no other.
     """
     items = Unlabelled(folder, allow_empty=True)
-    half = Half(items, items.targets)
+    half = Half.of(items, items.targets)
     problems = _read_all(half, lambda image: None)
-    broken = [f"left out: {x}" for x in problems if x is not None]
+    broken = [f"left out: {problem}" for problem in problems if problem is not None]
     if len(broken) == len(half):
-        raise UserError(f"images={folder}: {'; '.join([NO_IMAGE, *broken[:1]])}")
+        raise UserError(f"images={folder}: " + "; ".join(["no readable image", *broken[:1]]))
     half = half.take([i for i, problem in enumerate(problems) if problem is None])
-    return Data(half, half, classes, remarks=(*_remarks([half], classes), *broken))
+    return Data(half, half, classes, remarks=(*_remarks([half]), *broken))
 
 
-def digits() -> list[Any]:
+def digits() -> list[Items]:
     """Returns scikit-learn's digits: 1,437 images of 8x8 pixels, and 360 held out."""
     bunch = load_digits()
     images = np.round(bunch.images * 255 / 16).astype(np.uint8)  # 16 levels of ink
@@ -303,7 +503,7 @@ def digits() -> list[Any]:
     return [[(images[i], bunch.target[i]) for i in part] for part in parts]
 
 
-def _cifar(kind: Any, root: str) -> list[Any]:
+def _cifar(kind: type[CIFAR10], root: str) -> list[CIFAR10]:
     """Reads CIFAR, or downloads it in one process while others wait."""
     with warnings.catch_warnings(action="ignore"):  # numpy's, about pickles of old versions
         with suppress(OSError, RuntimeError):  # missing or damaged
@@ -317,4 +517,5 @@ def _cifar(kind: Any, root: str) -> list[Any]:
             raise OSError(f"no download ({first_line(error)}); {put}") from error
 
 
-cifar10, cifar100 = partial(_cifar, CIFAR10), partial(_cifar, CIFAR100)
+cifar10 = partial(_cifar, CIFAR10)
+cifar100 = partial(_cifar, CIFAR100)

@@ -9,13 +9,15 @@ import json
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from reproduction.models.names import State, convert_names
 from reproduction.system import UserError, first_line, is_first_rank, warn
@@ -24,8 +26,10 @@ from reproduction.system import UserError, first_line, is_first_rank, warn
 # Averaged weights come first, as in timm's loader.
 STATE_DICT_KEYS = ("state_dict_ema", "model_ema", "module", "state_dict", "model")
 
+PICKLE = b"\x80"  # how files begin that torch.save has written without an archive
+NUMBERS = "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]  # numpy's codes of types
+
 Newest = tuple[Path, Any]
-Check = Callable[[Any], None]
 
 
 class Weights(NamedTuple):
@@ -39,41 +43,63 @@ class Weights(NamedTuple):
     classes: list[str] | None = None
 
 
-def read_file(origin: str, path: Path, check: Check = lambda content: None) -> Any:
+def read_file(origin: str, path: Path) -> Any:
     """Reads a file: tensors on the CPU, and plain values.
 
     The tensors of safetensors are under `module`, and class names in their metadata under
-    `classes`. Raises UserError, which starts with `origin`, if that or `check(content)` fails.
+    `classes`. Raises UserError, which starts with `origin`, if that fails.
     """
     try:
-        check(content := _content(path))
-        return content
+        content = _content(path)
     except Exception as error:  # torch, safetensors and zipfile raise many types
-        reason = first_line(error).partition(". ")[0]  # without torch's advice, which is unsafe
-        if code := re.search(r"nsupported (?:global: )?GLOBAL (\S+)", str(error)):
-            reason = f"it names {code[1]}, which is not a weight and could execute code"
-        raise UserError(f"{origin}: not readable: {reason}") from error
+        raise UserError(f"{origin}: not readable: {_reason(error)}") from error
+    return content
+
+
+def _reason(error: Exception) -> str:
+    """What torch says, without its advice, which is unsafe."""
+    code = re.search(r"nsupported (?:global: )?GLOBAL (\S+)", str(error))
+    if code is not None:
+        return f"it names {code[1]}, which is not a weight and could execute code"
+    return first_line(error).partition(". ")[0]
 
 
 def _content(path: Path) -> Any:
     with path.open("rb") as file:
-        if file.read(9)[8:] == b"{":
-            with safe_open(path, framework="pt") as tensors:
-                state = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-                metadata = tensors.metadata() or {}
-            return {"module": state, "classes": json.loads(metadata.get("classes", "null"))}
+        head = file.read(9)
+    if head[8:] == b"{":
+        return _safetensors(path)
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            if damaged := archive.testzip():  # torch does not compare the checksums
-                raise ValueError(f"damaged, the checksum of {damaged} does not match")
-    safe = torch.serialization.safe_globals([argparse.Namespace])  # of the published files
+            damaged = archive.testzip()  # torch does not compare the checksums
+        if damaged:
+            raise ValueError(f"damaged, the checksum of {damaged} does not match")
+    elif not head.startswith(PICKLE):
+        raise ValueError("neither safetensors nor written by torch.save")
+    safe = torch.serialization.safe_globals(_harmless())
     quiet = warnings.catch_warnings(action="ignore")  # about other versions of pickle
-    with path.open("rb") as file, safe, quiet:
-        return torch.load(file, map_location="cpu", weights_only=True)  # a path's name has effects
+    with path.open("rb") as file, safe, quiet:  # torch would act on the name of a path
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    return tree_map_only(np.generic, lambda number: number.item(), content)
 
 
-def read_newest(paths: list[Path], check: Check = lambda content: None) -> Newest:
-    """Returns the first readable checkpoint of a run, whose content passes the `check`, and that.
+def _safetensors(path: Path) -> dict[str, Any]:
+    with safe_open(path, framework="pt") as tensors:
+        state = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+        metadata = tensors.metadata() or {}
+    return {"module": state, "classes": json.loads(metadata.get("classes", "null"))}
+
+
+def _harmless() -> list[Any]:
+    """What files may name beside tensors: settings of a command line, and numpy's scalars."""
+    scalar = np.float64(0).__reduce__()[0]
+    dtypes = {type(np.dtype(code)) for code in NUMBERS}
+    before_numpy_2 = (scalar, "numpy.core.multiarray.scalar")
+    return [argparse.Namespace, scalar, before_numpy_2, np.dtype, *dtypes]
+
+
+def read_newest(paths: list[Path]) -> Newest:
+    """Returns the first readable checkpoint of a run, and its content.
 
     Warns on stderr about skipped checkpoints. Raises UserError if none is usable, or if memory or
     the file system fails.
@@ -81,15 +107,16 @@ def read_newest(paths: list[Path], check: Check = lambda content: None) -> Newes
     errors: list[UserError] = []
     for path in paths:
         try:
-            content = read_file(f"checkpoint={path}", path, check)
+            content = read_file(f"checkpoint={path}", path)
         except UserError as error:
-            is_intact = isinstance(error.__cause__, OSError | MemoryError)  # perhaps
-            if is_intact and path.exists():
+            may_be_intact = isinstance(error.__cause__, OSError | MemoryError)
+            if may_be_intact and path.exists():
                 raise
             errors.append(error)
             continue
-        for reason in errors if is_first_rank() else []:
-            warn(f"warning: {reason}; going back to {path.name}")
+        if is_first_rank():
+            for reason in errors:
+                warn(f"warning: {reason}; going back to {path.name}")
         return path, content
     others = ", ".join(path.name for path in paths[1:])
     raise UserError(f"{errors[0]}; not usable either: {others}" if others else str(errors[0]))
@@ -98,14 +125,23 @@ def read_newest(paths: list[Path], check: Check = lambda content: None) -> Newes
 def extract_weights(origin: str, content: Any) -> Weights:
     """Finds the weights in the content of a file. UserError if there are none."""
     try:
-        inner = [content[key] for key in STATE_DICT_KEYS if isinstance(content.get(key), dict)]
-        state = dict(inner[0] if inner else content)
-        if odd := [str(name) for name, value in state.items() if not isinstance(value, Tensor)]:
-            raise ValueError(f"these are no parameters: {_few(odd)}")
-        state = convert_names(state)
+        state = convert_names(_state_dict(content))
     except (AttributeError, ValueError, TypeError, RuntimeError) as error:
         raise UserError(f"{origin}: holds no state dict of a model ({error})") from error
     return Weights(origin, state, content.get("classes") if "module" in content else None)
+
+
+def _state_dict(content: Any) -> State:
+    """The first state dict in the content of a file, or the content; else ValueError."""
+    state = content
+    for key in STATE_DICT_KEYS:
+        if isinstance(content.get(key), dict):
+            state = content[key]
+            break
+    odd = [str(name) for name, value in state.items() if not isinstance(value, Tensor)]
+    if odd:
+        raise ValueError(f"these are no parameters: {_few(odd)}")
+    return dict(state)
 
 
 def matching_state(weights: Weights, model: nn.Module, head: Sequence[str] = ()) -> State:
@@ -114,22 +150,32 @@ def matching_state(weights: Weights, model: nn.Module, head: Sequence[str] = ())
     If the parameters of `head` are all missing, or are for another number of classes, the model
     keeps its own. Raises UserError that names missing and extra parameters and other shapes.
     """
-    expected, state = model.state_dict(), dict(weights.state)
-    given = [state[name] for name in head if name in state]
-    sizes = {len(value) if value.ndim else 0 for value in given}
-    if not given or (len(given) == len(head) and sizes != {len(expected[head[0]])}):
+    expected = model.state_dict()
+    state = dict(weights.state)
+    if not _has_head(state, expected, head):
         state |= {name: expected[name] for name in head}
-    problems = {"lacks parameters": [name for name in expected if name not in state]}
-    problems["has others"] = [name for name in state if name not in expected]
-    problems["has other shapes"] = [
-        f"{name} is {_shape(state[name])}, the model has {_shape(value)}"
-        for name, value in expected.items()
-        if name in state and _shape(state[name]) != _shape(value)
-    ]
-    if any(problems.values()):
-        texts = [f"{what}: {_few(names)}" for what, names in problems.items() if names]
+    problems = {
+        "lacks parameters": [name for name in expected if name not in state],
+        "has others": [name for name in state if name not in expected],
+        "has other shapes": [
+            f"{name} is {_shape(state[name])}, the model has {_shape(value)}"
+            for name, value in expected.items()
+            if name in state and _shape(state[name]) != _shape(value)
+        ],
+    }
+    texts = [f"{problem}: {_few(names)}" for problem, names in problems.items() if names]
+    if texts:
         raise UserError(f"{weights.origin}: does not fit the model, {', '.join(texts)}")
     return state
+
+
+def _has_head(state: State, expected: State, head: Sequence[str]) -> bool:
+    """Whether a state has the head of a model, or a part of it, for its number of classes."""
+    given = [state[name] for name in head if name in state]
+    if len(given) < len(head) or not head:
+        return len(given) > 0
+    sizes = {len(value) if value.ndim else 0 for value in given}
+    return sizes == {len(expected[head[0]])}
 
 
 def module_state(origin: str, content: dict[str, Any], module: nn.Module) -> State:

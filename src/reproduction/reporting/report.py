@@ -20,6 +20,7 @@ from reproduction.system import (
     UserError,
     first_line,
     is_first_rank,
+    reason_of,
     say,
     warn,
     write_text,
@@ -39,8 +40,8 @@ def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
             head = [_description(config, summary), _table(config, summary)]
             sections = [f"# {folder.path.name}", *head, *_draw(folder, config)]
             write_text(folder.report_path, "\n\n".join(sections) + "\n")
-    except OSError as error:  # the run itself is finished
-        reason = f"{error.filename or folder.path}: {error.strerror}"
+    except (OSError, UserError) as error:  # the run itself is finished
+        reason = reason_of(error) if isinstance(error, OSError) else error
         warn(f"warning: no report ({reason}); resume=auto writes it")
     say(f"{folder.path.name}: {_headline(summary)}")
     if folder.report_path.exists():
@@ -53,7 +54,7 @@ def _draw(folder: RunFolder, config: Config) -> list[str]:
     steps = pd.DataFrame([line for line in lines if not line.get("skipped")])
     epochs = pd.DataFrame(evaluated)
     if steps.empty or epochs.empty:
-        return []  # the metrics of the finished run are lost
+        return [f"No pictures: the lines of {folder.metrics_path.name} are lost."]
     images = "validation" if "val_top1" in epochs else "held-out"
     sections = [_picture("accuracy.png").format(images=images)]
     draw_accuracy(folder.path / "accuracy.png", steps, epochs)

@@ -13,7 +13,6 @@ import torch
 from timm.data.mixup import mixup_target
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import default_collate
 
 from reproduction.config import Config
 from reproduction.data.inputs import build_normalize
@@ -21,6 +20,7 @@ from reproduction.data.loaders import (
     TrainingImages,
     build_evaluation_transform,
     build_training_images,
+    collated,
 )
 from reproduction.data.sources import Data, opened
 from reproduction.models.build import build_module, without_weights
@@ -82,7 +82,7 @@ def training_batches(trained: TrainedRun, size: int, count: int) -> Iterator[tup
     order = np.random.default_rng(trained.config.seed).permutation(number).tolist()
     size = min(size, number)
     for start in range(0, min(count, number // size) * size, size):
-        pixels, classes = default_collate([images[(0, i)] for i in order[start : start + size]])
+        pixels, classes, _ = collated([images[(0, i)] for i in order[start : start + size]])
         yield pixels.to(trained.device), classes.to(trained.device)
 
 
@@ -93,7 +93,7 @@ def some_images(trained: TrainedRun) -> Sample:
     count = min(ON_A_CPU if is_slow else BATCH, config.recipe.batch_size)
     images = TrainingImages(source.train, build_evaluation_transform(config), config.seed)
     order = np.random.default_rng(config.seed).permutation(len(source.train)).tolist()
-    pixels, classes = default_collate([images[(0, index)] for index in order[:count]])
+    pixels, classes, _ = collated([images[(0, index)] for index in order[:count]])
     normalized = build_normalize(config.dataset.mean, config.dataset.std, "cpu")(pixels)
     targets = mixup_target(classes, len(source.classes), 1.0, config.recipe.label_smoothing)
     return Sample(*(part.to(trained.device) for part in (normalized, classes, targets)))

@@ -28,7 +28,7 @@ SCALES = (FULL, SMOKE)
 # Four batches of eight images. An untrained model finds every sample difficult and attends evenly.
 SHORT = (
     *("recipe.epochs=1", "recipe.batch_size=8", "recipe.precision=float32", "recipe.log_every=1"),
-    *("recipe.max_steps=4", "dataset=digits", "dataset.root=null"),
+    *("recipe.max_steps=4", "recipe.warmup_epochs=0", "dataset=digits", "dataset.root=null"),
     *("dataset.workers=0", "output_root=outputs/smoke"),
 )
 MIXING = ("augmentation.htm.tau=inf", "augmentation.htm.rho=0")

@@ -52,8 +52,7 @@ class Clock:
         with replacing(folder.last_path) as temporary:
             with temporary.open("wb") as file:  # given a path, torch would hide an error's reason
                 torch.save(state, file)
-            if folder.last_path.exists():
-                os.replace(folder.last_path, folder.previous_path)
+            folder.keep_last()
         self.saved = time.monotonic()
         self.seconds = self.saved - began
 
@@ -63,13 +62,8 @@ def load_last(folder: RunFolder) -> Newest | None:
 
     Raises UserError if there are some, but none is usable.
     """
-
-    def check(state: Any) -> None:
-        if folder.metrics_size() < state["metrics_size"]:
-            raise ValueError(f"{folder.metrics_path} is shorter than when it was written")
-
     paths = folder.checkpoints()
-    return read_newest(paths, check) if paths else None
+    return read_newest(paths) if paths else None
 
 
 def save_plain(path: Path, state: State, classes: list[str] | None, **about: str) -> None:

@@ -132,6 +132,28 @@ def best(log: list[Line]) -> Line:
     return max(log, key=accuracy)
 
 
+class Pace:
+    """The time that is left, by the seconds of a step since an epoch began."""
+
+    def __init__(self, first: int, total: int):
+        self.first, self.total, self.began = first, total, time.monotonic()
+
+    def left(self, step: int) -> float:
+        """Seconds from a completed step to the last one."""
+        seconds = (time.monotonic() - self.began) / max(step - self.first, 1)
+        return seconds * (self.total - step)
+
+
+def describe_step(line: Line, pace: Pace) -> str:
+    """Returns what is known of a step, for a line of its own."""
+    step = line["step"]
+    parts = [f"step {step:,}/{pace.total:,}", f"loss {line['loss']:.3f}"]
+    if "difficulty" in line:  # HTM mixes
+        parts.append(f"mixed {line['mixed_samples']:.3g} ({line['mixed_tokens']:.0f} tokens)")
+    parts.append(f"{timedelta(seconds=round(pace.left(step)))} left")
+    return "  ".join(parts)
+
+
 def describe(sums: Sums, number: int, of: int, mixes: bool, log: list[Line], left: float) -> str:
     """Returns the line of epoch `number`, with `left` seconds to go."""
     loss, mixed, tokens = means(sums)

@@ -17,10 +17,10 @@ import torch
 from reproduction.config import Config
 from reproduction.data.inputs import build_normalize
 from reproduction.data.loaders import build_evaluation_loader
-from reproduction.data.sources import Data, opened, unlabelled
+from reproduction.data.sources import Data, in_memory, opened, unlabelled
 from reproduction.models.build import build_model, place, without_weights
 from reproduction.models.weights import matching_state
-from reproduction.system import is_first_rank, progress, warn, write_text
+from reproduction.system import is_first_rank, local_ranks, progress, warn, write_text
 from reproduction.training.checkpoint import check_classes, read_plain
 from reproduction.training.evaluate import Batch, evaluate
 from reproduction.training.ranks import World, join_world, on_ranks, resolve_device
@@ -77,6 +77,7 @@ def _evaluate(
             check_classes(weights.origin, weights.classes, data.classes)
         for remark in data.remarks if world.is_main else ():
             warn(f"warning: {remark}")
+        data = in_memory(data, ("held_out",), local_ranks(config.devices))
         model = build_model(without_weights(config.model), len(data.classes))
         model.load_state_dict(matching_state(weights, model))
         normalize = build_normalize(config.dataset.mean, config.dataset.std, world.device)

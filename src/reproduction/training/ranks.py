@@ -1,6 +1,7 @@
 """One process or many: the ranks that torchrun has started, or that `on_ranks` starts."""
 
 import logging
+import math
 import multiprocessing
 import os
 import pickle
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,15 +30,19 @@ from reproduction.system import (
     RankFailed,
     Stopped,
     UserError,
+    hide_warnings,
+    is_first_rank,
     launched_ranks,
     local_ranks,
     usable_cores,
+    warn,
 )
 from reproduction.training.stop import ending, handling, stop_at_once
 
 Result = TypeVar("Result")
 Shared = TypeVar("Shared")
 
+SECONDS_OF_OTHERS = 2.0  # for ranks that know the reason to say it first
 GRACE_SECONDS = 10.0  # for the other ranks to end by themselves, then to end on SIGTERM
 SIGNAL_STATUS = 128  # exit status of a signal, as in a shell: 128 + its number
 
@@ -61,10 +66,15 @@ class World:
         return values
 
     def max(self, values: Tensor) -> Tensor:
-        """Takes the maximum of `values` over all ranks, in place, on every rank."""
-        if self.size > 1:
-            dist.all_reduce(values, dist.ReduceOp.MAX)
-        return values
+        """Returns the maximum of `values` over all ranks, on every rank: nan if one of them is."""
+        if self.size == 1:
+            return values
+        # The reduction may drop nan, which another rank's number replaces.
+        is_nan = values.isnan()
+        both = torch.stack([is_nan.to(values.dtype), values.masked_fill(is_nan, -math.inf)])
+        dist.all_reduce(both, dist.ReduceOp.MAX)
+        was_nan, largest = both
+        return largest.masked_fill(was_nan > 0, math.nan)
 
     def gather(self, value: Shared) -> list[Shared]:
         """Returns the values of all ranks on every rank."""
@@ -162,10 +172,10 @@ def on_ranks(function: Callable[[Config], Result], config: Config) -> Result:
                 os.kill(pid, signal.SIGKILL if at_once else signum)
 
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)  # says it too
-    failed, count = 0, config.devices
+    failed = 0
     with TemporaryDirectory() as meeting, handling(forward):
         given = function, config, Path(meeting)
-        ranks = mp.spawn(_new_rank, given, count, join=False)  # CUDA does not work after a fork
+        ranks = mp.spawn(_new_rank, given, config.devices, join=False)  # CUDA: not after a fork
         pids += ranks.pids()
         if received:  # while they were started
             forward(received[0], None)
@@ -174,16 +184,31 @@ def on_ranks(function: Callable[[Config], Result], config: Config) -> Result:
                 pass
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             failed = error.error_index
-        outcome, code = Path(meeting, str(failed)), ranks.processes[failed].exitcode
-        if outcome.exists():
-            result = pickle.loads(outcome.read_bytes())  # noqa: S301 - of our own process
-        elif received or code - SIGNAL_STATUS in STOP_SIGNALS:
+        outcomes = _outcomes(Path(meeting))
+    # The first one to end may only know that another is gone.
+    failed = next((rank for rank, x in outcomes.items() if _is_reason(x)), failed)
+    result: Any = outcomes.get(failed)
+    code = ranks.processes[failed].exitcode
+    if failed not in outcomes:
+        if received or code - SIGNAL_STATUS in STOP_SIGNALS:
             raise Stopped(received[0] if received else code - SIGNAL_STATUS)
-        else:
-            result = RankFailed(f"killed by {signal.Signals(-code).name}" if code < 0 else "died")
+        result = RankFailed(f"killed by {signal.Signals(-code).name}" if code < 0 else "died")
+    if isinstance(result, UserError):
+        raise result
     if isinstance(result, OneLineError):
-        raise result if isinstance(result, UserError) else RankFailed(f"rank {failed}: {result}")
-    return result
+        raise RankFailed(f"rank {failed}: {result}")
+    return cast(Result, result)
+
+
+def _outcomes(meeting: Path) -> dict[int, Any]:
+    """What each rank of `_new_rank` has returned or raised, but for those that were killed."""
+    paths = [path for path in sorted(meeting.iterdir()) if path.name.isdecimal()]
+    return {int(path.name): pickle.loads(path.read_bytes()) for path in paths}  # noqa: S301 - ours
+
+
+def _is_reason(outcome: Any) -> bool:
+    """Whether this is an error that says why all ranks end."""
+    return isinstance(outcome, OneLineError) and not isinstance(outcome, RankFailed)
 
 
 @contextmanager
@@ -194,14 +219,27 @@ def as_rank(config: Config) -> Iterator[None]:
             yield
         except Exception as error:
             end = ending(error, config)
-            if isinstance(end, RankFailed):
-                time.sleep(2)  # the launcher shall name the rank that is gone, not this one
+            _tell(end)
             raise end from error
+
+
+def _tell(end: OneLineError) -> None:
+    """Says why a rank of torchrun ends; programs print the error of the first one alone.
+
+    The others wait before: the launcher ends them if the first one has the same error, or another
+    one has a better reason.
+    """
+    is_of_torchrun = launched_ranks() is not None and MEETING not in os.environ
+    if isinstance(end, RankFailed) or (is_of_torchrun and not is_first_rank()):
+        time.sleep(SECONDS_OF_OTHERS)
+    if is_of_torchrun and not is_first_rank() and not isinstance(end, RankFailed):
+        warn(f"rank {os.environ['RANK']}: {end}")
 
 
 def _new_rank(rank: int, function: Callable[[Config], Any], config: Config, meeting: Path) -> None:
     """Runs in a new process, whose outcome is a file in the folder `meeting`."""
     Thread(target=_exit_with_launcher, daemon=True).start()
+    hide_warnings()
     size = str(config.devices)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, MEETING: str(meeting / "store")}

@@ -1,51 +1,39 @@
-"""One run, from its configuration to its summary: build, `fit`, evaluate, save.
+"""One run, from its configuration to its summary: checked, built or resumed, and its `fit`.
 
-The step is in step.py, what ends a run in stop.py, its processes in ranks.py.
+The epochs are in fit.py, what ends a run in stop.py, its processes in ranks.py.
 """
 
-import copy
 import math
-import os
 import platform
-import subprocess
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
 from functools import partial
 from importlib.metadata import version
-from itertools import islice
-from operator import length_hint
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
-from reproduction.config import Augmentation, Config
+from reproduction.config import Augmentation, Config, check_new
 from reproduction.data import loaders
-from reproduction.data.images import NO_IMAGE
 from reproduction.data.seeding import preserved_generators
-from reproduction.data.sources import Data, opened, record
+from reproduction.data.sources import Data, in_memory, opened, record
 from reproduction.models import build as models
-from reproduction.models.names import State
 from reproduction.runs import RunFolder, hold
 from reproduction.system import (
     PlainError,
-    RankFailed,
+    Pulse,
     Stopped,
     UserError,
-    first_line,
+    git_revision,
     hardware_name,
     is_first_rank,
-    progress,
+    local_ranks,
+    reason_of,
     say,
     warn,
 )
 from reproduction.training import figures
-from reproduction.training.checkpoint import Clock, check_classes, digest, load_last, save_plain
-from reproduction.training.evaluate import evaluate
+from reproduction.training.checkpoint import Clock, load_last, save_plain
+from reproduction.training.fit import Run, RunState, fit, progress_entries, restore, save, write
 from reproduction.training.labels import AttentionLabels
 from reproduction.training.loggers import Logs
 from reproduction.training.ranks import World, join_world, on_ranks, resolve_device
@@ -56,8 +44,8 @@ from tokenmixup import TokenMixup
 LIBRARIES = ("torch", "torchvision", "timm", "numpy", "scipy", "hydra-core")
 
 
-def run_training(config: Config) -> dict[str, Any]:
-    """Trains one run, unless it is finished, and returns its summary.
+def run_training(config: Config, origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Trains one run, unless it is finished, and returns its summary, which records its `origin`.
 
     Raises UserError before the run begins, and PlainError or KeyboardInterrupt after the status is
     recorded in the folder.
@@ -70,16 +58,16 @@ def run_training(config: Config) -> dict[str, Any]:
             if folder.is_finished():
                 return folder.read_summary()
             try:
-                return on_ranks(train, config)  # stop.ending makes a PlainError of any error
+                return on_ranks(
+                    partial(train, origin=origin or {}), config
+                )  # stop.ending makes a PlainError of any error
             except KeyboardInterrupt as error:
                 line = _kept(folder, config, "interrupted", "interrupted")
                 raise KeyboardInterrupt(line) from error
             except PlainError as error:
-                if not (is_first_rank() or isinstance(error, RankFailed)):
-                    warn(f"rank {os.environ['RANK']}: {error}")  # the first rank does not know it
                 raise PlainError(_kept(folder, config, "failed", str(error))) from error
     except OSError as error:  # of the lock and the folder, before the run
-        raise UserError(f"{error.filename or folder.path}: {error.strerror}") from error
+        raise UserError(reason_of(error)) from error
 
 
 def _kept(folder: RunFolder, config: Config, status: str, reason: str) -> str:
@@ -117,14 +105,15 @@ def check(config: Config) -> None:
     """Raises UserError if the run cannot start; writes nothing but downloaded data."""
     if not is_first_rank():
         return
+    if not RunFolder.of(config).config_path.exists():  # what has begun may go on
+        check_new(config)
     resolve_device(config.device, config.devices, config.recipe.precision, config.compile)
     data, batches, module, _ = build(config, World(0, config.devices, torch.device("meta")))
     models.tokens_of(config.model, module)
     try:
         loaders.build_training_images(config, data.train)[(0, 0)]
-    except (RuntimeError, ValueError, AssertionError) as error:
-        reason = str(error) if NO_IMAGE in str(error) else first_line(error)
-        raise UserError(f"the first training image: {reason}") from error
+    except PlainError as error:
+        raise UserError(f"the first training image: {error}") from error
     cutmix = config.augmentation.cutmix
     if cutmix is not None and cutmix.labels == "attention":
         AttentionLabels(module.model)
@@ -135,42 +124,13 @@ def check(config: Config) -> None:
         raise UserError(f"recipe.grad_accum_steps={count}: {reason}")
 
 
-@dataclass
-class RunState:
-    """What a run has reached beside its trainer; its checkpoints hold each of these."""
-
-    epoch: int = 0  # completed
-    sums: list[figures.Sums] = field(default_factory=list)  # the last epoch may have begun only
-    log: list[figures.Line] = field(default_factory=list)  # results of evaluated epochs
-    best: State | None = None  # weights of the best epoch, on the first rank
-    train_seconds: float = 0.0
-    eval_seconds: float = 0.0
-    skipped: int = 0  # updates, by float16's scaler
-    metrics_size: int = 0  # bytes of metrics.jsonl
-
-
-class Run(NamedTuple):
-    """The parts of a run on this rank."""
-
-    trainer: Trainer
-    folder: RunFolder
-    batches: loaders.TrainingBatches
-    train_loader: loaders.Loader
-    eval_loader: loaders.Loader
-    test_loader: loaders.Loader | None  # if epochs are evaluated on a validation split
-    logs: Logs
-    stop: Stop
-    clock: Clock
-    collected: figures.BatchFigures
-
-
-def train(config: Config) -> dict[str, Any]:
+def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
     """Trains on this rank; the first rank writes the run folder. Returns the summary."""
     device = resolve_device(config.device, config.devices, config.recipe.precision)
     if config.compile:
         torch.compiler.reset()  # its limits count over all runs of a process
     with join_world(device) as world:
-        run, state = start(config, world)
+        run, state = start(config, world, origin)
         status = "failed"
         with handling(run.stop.request):
             try:
@@ -191,7 +151,7 @@ def train(config: Config) -> dict[str, Any]:
         return run.folder.write_summary(**results, status=status) if world.is_main else results
 
 
-def start(config: Config, world: World) -> tuple[Run, RunState]:
+def start(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Run, RunState]:
     """Builds a run on its device, or resumes it, and prepares its folder."""
     folder = RunFolder.of(config)
     newest = load_last(folder)
@@ -201,8 +161,9 @@ def start(config: Config, world: World) -> tuple[Run, RunState]:
     if world.share(trainer.step) != trainer.step:
         raise PlainError("the ranks have read different checkpoints")
     if world.is_main:
-        facts = _facts(trainer, data, initial_weights)
+        facts = {**_facts(trainer, data, initial_weights), **origin}
         _say_start(trainer, data, facts)
+    data = in_memory(data, ("train", "validation", "held_out"), local_ranks(config.devices))
     build_loader, pin = loaders.build_evaluation_loader, world.device.type == "cuda"
     loader_of = partial(build_loader, config, rank=world.rank, ranks=world.size, pin=pin)
     run = Run(
@@ -216,6 +177,7 @@ def start(config: Config, world: World) -> tuple[Run, RunState]:
         stop=Stop(world.size),
         clock=Clock(config.checkpoint),
         collected=figures.BatchFigures(world),
+        pulse=Pulse(),
     )
     if world.is_main:
         folder.begin(config, None if newest is None else newest[0], state.metrics_size)
@@ -223,160 +185,8 @@ def start(config: Config, world: World) -> tuple[Run, RunState]:
             save_plain(folder.best_path, state.best, trainer.classes)
         else:
             folder.best_path.unlink(missing_ok=True)
-        folder.write_summary(**facts, **_progress(run, state), status="running", error=None)
+        folder.write_summary(**facts, **progress_entries(run, state), status="running", error=None)
     return run, state
-
-
-def fit(run: Run, state: RunState) -> dict[str, Any]:
-    """Trains to the end and returns the results for summary.json.
-
-    Raises Stopped after the step in which a signal has come to any rank.
-    """
-    trainer, batches, recipe = run.trainer, run.batches, run.trainer.recipe
-    is_main, stop, clock = trainer.world.is_main, run.stop, run.clock
-    total_steps = recipe.epochs * len(batches)
-    total_steps = min(total_steps, recipe.max_steps or total_steps)
-    total_epochs = math.ceil(total_steps / len(batches))
-    upcoming: Iterator[list[Tensor]] | None = None  # batches that workers load already
-    has_evaluated = False
-    while state.epoch < total_epochs:
-        began, first, number = time.monotonic(), trainer.step, state.epoch + 1
-        trainer.begin_epoch(state.epoch)
-        if len(state.sums) == state.epoch:  # else resumed within the epoch
-            state.sums.append([0.0] * 4)
-        done = first - len(batches) * state.epoch
-        loaded = islice(upcoming or _load(run, state.epoch, done), total_steps - first)
-        run.collected.restart_clock()
-        total = min(len(batches), done + total_steps - first)
-        task = f"epoch {number}/{total_epochs}"
-        for images, classes in progress(stop.while_waiting(loaded), task, total, done):
-            size = batches.global_size(trainer.step % len(batches))
-            micro_batches = trainer.train_step(images, classes, size)
-            head = {"step": trainer.step, "epoch": number, "lr": trainer.lr}
-            run.collected.add(head, size, [part.metrics for part in micro_batches])
-            is_late = stop.agreed(is_main and clock.is_late())  # or Stopped, by a signal
-            if is_late or trainer.step % recipe.log_every == 0:
-                write(run, state)
-            if is_late:
-                save(run, state)
-        write(run, state)
-
-        # Training's workers load on meanwhile, but not while the first evaluation starts its own.
-        upcoming = _load(run, number) if has_evaluated and number < total_epochs else None
-        if is_evaluated := number % recipe.evaluate_every == 0 or number == total_epochs:
-            result = evaluate_on(run, state, run.eval_loader, trainer.evaluated)
-            if run.test_loader is not None:  # of a validation split: val_top1, val_top5, val_loss
-                result = {f"val_{key.removeprefix('eval_')}": x for key, x in result.items()}
-            state.log.append({"epoch": number, **result})
-            has_evaluated = True
-        state.epoch = number  # an evaluation that is interrupted is repeated
-        if is_main and is_evaluated:
-            _log(run, state.log[-1])
-            if figures.best(state.log)["epoch"] == number:
-                weights = trainer.evaluated.state_dict()
-                state.best = {name: x.to("cpu", copy=True) for name, x in weights.items()}
-                save_plain(run.folder.best_path, state.best, trainer.classes)
-        if is_main:
-            run.folder.write_summary(**_progress(run, state))
-            pace = (time.monotonic() - began) / max(trainer.step - first, 1)  # seconds a step
-            left, mixes = pace * (total_steps - trainer.step), trainer.module.htm is not None
-            say(figures.describe(state.sums[-1], number, total_epochs, mixes, state.log, left))
-        is_due = clock.is_late() or clock.is_due(number) or number == total_epochs
-        if stop.agreed(is_main and is_due):
-            save(run, state)
-    return _results(run, state)
-
-
-def _load(run: Run, epoch: int, first: int = 0) -> Iterator[list[Tensor]]:
-    """Lets the workers load the batches of an epoch: images `b 3 h w`, uint8, and classes `b`."""
-    run.batches.start_at(epoch, first)
-    return iter(run.train_loader)
-
-
-def write(run: Run, state: RunState) -> None:
-    """Fetches and writes the figures of batches; PlainError if one of them ends the run."""
-    lines, seconds = run.collected.fetch()
-    state.train_seconds += seconds
-    for line in figures.checked(lines, run.trainer.uses_scaler):
-        if line["skipped"]:
-            state.skipped += 1
-        else:
-            state.sums[-1] = figures.added(state.sums[-1], line)
-        if not run.trainer.uses_scaler:
-            del line["skipped"]
-        _log(run, line)
-
-
-def _log(run: Run, line: figures.Line) -> None:
-    if run.trainer.world.is_main:
-        run.folder.append_metrics(line)
-        run.logs.log(line)
-
-
-def save(run: Run, state: RunState) -> None:
-    """Writes a checkpoint with all that a resumed run needs, or must have in common with this."""
-    trainer, folder = run.trainer, run.folder
-    if trainer.world.is_main:
-        state.metrics_size = folder.metrics_size()
-        content = {**trainer.state(), **vars(state), "classes": trainer.classes}
-        on_host = tree_map_only(Tensor, lambda x: x.detach().to("cpu"), content)
-        run.clock.save(folder, on_host)
-    trainer.world.barrier()
-    run.collected.restart_clock()
-
-
-def restore(trainer: Trainer, path: Path, content: dict[str, Any]) -> RunState:
-    """Resumes from the content of a checkpoint; UserError if it does not fit the run."""
-    place = f"checkpoint={path}"
-    check_classes(place, content["classes"], trainer.classes)
-    try:
-        trainer.restore(place, content)
-        return RunState(**{x.name: content[x.name] for x in fields(RunState)})
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{place}: does not fit the run: {first_line(error)}") from error
-
-
-def evaluate_on(
-    run: Run, state: RunState, loader: loaders.Loader, model: nn.Module
-) -> dict[str, float]:
-    """Evaluates a plain model on the images of a loader."""
-    began, inputs, world = time.perf_counter(), run.trainer.inputs, run.trainer.world
-    world.share_buffers(model)  # the first rank saves these weights
-    waited = run.stop.while_waiting(loader)
-    batches = progress(waited, "evaluation", length_hint(loader))
-    result, _ = evaluate(model, inputs.normalize, batches, world, run.trainer.recipe.precision)
-    state.eval_seconds += time.perf_counter() - began
-    return result
-
-
-def _results(run: Run, state: RunState) -> dict[str, Any]:
-    """The entries of summary.json about the whole run, and its results on the test set."""
-    trainer, tests = run.trainer, list[figures.Line]()
-    if run.test_loader is not None:  # not seen yet: for the last epoch and the best
-        model = trainer.evaluated
-        tests = [evaluate_on(run, state, run.test_loader, model)] * 2
-        if figures.best(state.log)["epoch"] != state.epoch:
-            model = copy.deepcopy(model)
-            model.load_state_dict(trainer.world.share(cast(State, state.best)))
-            tests[1] = evaluate_on(run, state, run.test_loader, model)
-    images = run.batches.images(trainer.step)
-    return {
-        **figures.accuracies(state.log, tests),
-        "steps": trainer.step,
-        "images": images,
-        "seconds": round(state.train_seconds + state.eval_seconds, 1),
-        "images_per_second": round(images / state.train_seconds, 1),
-        **({"skipped_steps": state.skipped} if trainer.uses_scaler else {}),
-        "weights_sha256": digest(trainer.evaluated.state_dict()),
-        **_progress(run, state),
-    }
-
-
-def _progress(run: Run, state: RunState) -> dict[str, Any]:
-    """The entries of summary.json about the completed epochs."""
-    steps = min(state.epoch * len(run.batches), run.trainer.step)
-    mixing = figures.mixing(state.sums[: state.epoch], run.batches.images(steps))
-    return {"epochs": state.epoch, **mixing, "log": state.log}
 
 
 def _say_start(trainer: Trainer, data: Data, facts: Mapping[str, Any]) -> None:
@@ -434,13 +244,3 @@ def _facts(trainer: Trainer, data: Data, initial_weights: str | None) -> dict[st
         "versions": {"python": platform.python_version()} | {x: version(x) for x in LIBRARIES},
         "git_revision": git_revision(),
     }
-
-
-def git_revision() -> str | None:
-    """The commit of this code, with `-dirty` if files have changed; None outside of git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    with suppress(OSError):
-        place = Path(__file__).parent
-        result = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
-        return result.stdout.strip() or None
-    return None

@@ -1,6 +1,6 @@
 """The training step, top to bottom: from a batch of images to new weights.
 
-The epochs around it are `run.fit`. Letters: b batch, c classes, h w image.
+The epochs around it are in fit.py. Letters: b batch, c classes, h w image.
 """
 
 import math

@@ -1,7 +1,6 @@
 """How a run stops: by a signal, after a step and on all ranks alike; by an error, in one line."""
 
 import errno
-import os
 import signal
 import threading
 import traceback
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from reproduction.config import Config
-from reproduction.data.images import NO_IMAGE
 from reproduction.system import (
     STOP_SIGNALS,
     OneLineError,
@@ -23,8 +21,10 @@ from reproduction.system import (
     RankFailed,
     Stopped,
     first_line,
+    reason_of,
     warn,
 )
+from tokenmixup.assignment import Diverged
 
 Batch = TypeVar("Batch")
 
@@ -83,22 +83,26 @@ class Stop:
         finally:
             self.is_waiting = False
 
-    def agreed(self, is_late: bool) -> bool:
-        """Whether all ranks save now, as one is late; Stopped if one of them has a signal.
+    def agreed(self, *wishes: bool) -> list[bool]:
+        """Which of the wishes some rank has; Stopped if one of them has a signal.
 
         All ranks call it after each step.
         """
-        flags = torch.tensor([self.signum, is_late])
+        flags = torch.tensor([self.signum, *wishes])
         if not self.is_alone:
             dist.all_reduce(flags, dist.ReduceOp.MAX, self.group)
-        signum, is_late_anywhere = flags.tolist()
+        signum, *wished = flags.tolist()
         if signum:
             raise Stopped(signum)
-        return bool(is_late_anywhere)
+        return [bool(wish) for wish in wished]
 
 
 def ending(error: Exception, config: Config) -> OneLineError:
-    """The error of one line that ends this rank; the traceback of a bug is printed."""
+    """The error of one line that ends this rank; the traceback of a bug is printed.
+
+    The error decides, and the causes that somebody has named by `raise ... from`: what was handled
+    by chance when it was raised says nothing about it.
+    """
     if isinstance(error, OneLineError):
         return error
     step = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))  # by `run.train`
@@ -106,9 +110,10 @@ def ending(error: Exception, config: Config) -> OneLineError:
     while cause is not None:
         if isinstance(cause, dist.DistError) or "gloo/transport" in str(cause):
             return RankFailed(f"{step}another rank is gone ({first_line(cause)})")
-        if line := next(lines_of(cause, config), None):
+        line = line_of(cause, config)
+        if line is not None:
             return PlainError(f"{step}{line}")
-        cause = cause.__cause__ or cause.__context__
+        cause = cause.__cause__
     warn("".join(traceback.format_exception(error)))
     line = f"{type(error).__name__}: {str(error).strip()}"
     if "Original Traceback" in line:  # of a loader's worker
@@ -116,33 +121,48 @@ def ending(error: Exception, config: Config) -> OneLineError:
     return PlainError(f"{step}{line}")
 
 
-def lines_of(error: BaseException, config: Config) -> Iterator[str]:
-    """The one table: what to say of an error that a run may meet; nothing of another one."""
-    text, recipe = str(error).strip(), config.recipe
+def line_of(error: BaseException, config: Config) -> str | None:
+    """What to say of an error that a run may meet; None of another one."""
+    lines = (explain(error, config) for explain in (of_method, of_memory, of_system, of_libraries))
+    return next((line for line in lines if line is not None), None)
+
+
+def of_method(error: BaseException, config: Config) -> str | None:
+    """A gain in saliency that is not finite."""
+    return f"{error}; {ADVICE}" if isinstance(error, Diverged) else None
+
+
+def of_memory(error: BaseException, config: Config) -> str | None:
     is_gpu = isinstance(error, torch.OutOfMemoryError)
-    if is_gpu or isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate" in text:
-        yield (
-            f"out of {'the GPU' if is_gpu else 'this machine'}'s memory: lower recipe.batch_size="
-            f"{recipe.batch_size}, raise recipe.grad_accum_steps={recipe.grad_accum_steps} or "
-            "choose recipe.precision=bf16"
-        )
-    if isinstance(error, FloatingPointError):  # of the method
-        yield f"{text}; {ADVICE}"
-    if isinstance(error, OSError) and error.errno is not None:
-        name, reason = error.filename, os.strerror(error.errno)
-        is_ours = name and Path(config.output_root, config.name or "") in Path(name).parents
-        if error.errno in DISK or (is_ours and error.errno in LOST):
-            yield f"{name}: {reason}" if name else reason
-    last_line = text.rpartition("\n")[2].removeprefix("RuntimeError: ")  # of a worker's traceback
-    if NO_IMAGE in last_line:
-        yield last_line
+    is_host = isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate" in str(error)
+    if not (is_gpu or is_host):
+        return None
+    place, recipe = "the GPU" if is_gpu else "this machine", config.recipe
+    return (
+        f"out of {place}'s memory: lower recipe.batch_size={recipe.batch_size}, raise "
+        f"recipe.grad_accum_steps={recipe.grad_accum_steps} or choose recipe.precision=bf16"
+    )
+
+
+def of_system(error: BaseException, config: Config) -> str | None:
+    """A disk that fails, and a run folder that is gone; another missing file may be a bug's."""
+    if not isinstance(error, OSError):
+        return None
+    folder = Path(config.output_root, config.name or "")
+    is_ours = error.filename is not None and folder in Path(error.filename).parents
+    if error.errno in DISK or (is_ours and error.errno in LOST):
+        return reason_of(error)
+    return None
+
+
+def of_libraries(error: BaseException, config: Config) -> str | None:
+    """A loader's worker that was killed, and a model that cannot be compiled."""
+    text = str(error).strip()
     if "DataLoader worker (pid" in text:
-        yield (
-            f"{text.rstrip('. ')}: memory may have run out, try a lower dataset.workers "
-            "or recipe.batch_size"
-        )
+        advice = "memory may have run out, try a lower dataset.workers or recipe.batch_size"
+        return f"{text.rstrip('. ')}: {advice}"
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-        yield (
-            f"compile={str(config.compile).lower()}: torch cannot compile {config.model.name} as "
-            f"one graph ({first_line(error)}); allowed is false"
-        )
+        key = f"compile={str(config.compile).lower()}"
+        reason = f"torch cannot compile {config.model.name} as one graph ({first_line(error)})"
+        return f"{key}: {reason}; allowed is false"
+    return None

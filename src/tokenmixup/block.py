@@ -1,0 +1,144 @@
+"""A block in one pass: what is planned for it, what enters it, and how it is run with a memory.
+
+Letters: b batch, n tokens with prefix, t spatial tokens, d width, m memory, h w image.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenmixup.adapters import Adapter
+from tokenmixup.settings import HTM, VTM
+from tokenmixup.watch import Watching
+
+Forward = Callable[..., Any]  # of a module, which has arguments and output of its own
+
+
+@dataclass(eq=False)
+class Plan:
+    """What passes do at a block."""
+
+    index: int
+    name: str
+    blocks: Sequence[nn.Module]  # this one and those behind it
+    adapter: Adapter
+    htm: HTM | None
+    vtm: VTM | None
+    feeds: Mapping[int, VTM]  # the later layers of VTM, whose memory takes its tokens
+
+    @property
+    def block(self) -> nn.Module:
+        return self.blocks[0]
+
+
+@dataclass(eq=False)
+class Memory:
+    """Tokens of earlier blocks, which become keys and values of a later one (Eq. 13)."""
+
+    tokens: list[Tensor] = field(default_factory=list)  # of each source, b kappa d
+    places: list[Tensor] = field(default_factory=list)  # theirs in 0..n-1, b kappa
+
+
+@dataclass(eq=False)
+class BlockInput:
+    """What enters a block in one pass: that from which a detector computes saliency, `b t`."""
+
+    args: tuple[Any, ...]  # of the block: its tokens, `b n d` or `b rows columns d`, first
+    kwargs: Mapping[str, Any]
+    adapter: Adapter
+    blocks: Sequence[nn.Module]  # this one and those behind it
+    name: str = "the block"
+    pixels: Tensor | None = None  # b h w, magnitude of the input gradient
+    grid: tuple[int, int] | None = None  # rows and columns of patches, if known
+    watched: list[str] = field(default_factory=list)  # the blocks whose map was asked for
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of the tokens, with prefix."""
+        return self.args[0].shape[1:-1].numel()
+
+    def with_tokens(self, x: Tensor) -> "BlockInput":
+        """Returns the same for other tokens: `b n d`, or as those that it has."""
+        return replace(self, args=(x.view(self.args[0].shape), *self.args[1:]))
+
+    def watching(self, **what: Any) -> Watching:
+        """Returns what sees the map that the block computes on these tokens."""
+        any_shape = self.adapter.geometry is not None
+        self.watched.append(self.name)
+        return Watching(self.name, len(self.args[0]), self.num_tokens, any_shape, **what)
+
+
+def check_tokens(plan: Plan, args: tuple[Any, ...], b: int, width: int | None = None) -> None:
+    """Raises ValueError unless the first argument of a block is tokens."""
+    x: Any = args[0] if args else None
+    dims = (3, 4) if plan.vtm is None else (3,)
+    are_tokens = isinstance(x, Tensor) and x.ndim in dims and len(x) == b
+    if not are_tokens or width not in (None, x.shape[-1]):
+        found = [*getattr(x, "shape", [])] or type(x).__name__
+        needs = f"its first argument must be tokens b n {width or 'd'} (Adapter.embed_dim)"
+        raise ValueError(f"{plan.name} gets {found}: {needs}")
+
+
+def run_watched(
+    forward: Forward, entry: BlockInput, memory: Memory | None = None, **what: Any
+) -> tuple[Any, Watching]:
+    """Runs a block on its own tokens and those of a memory; the latter ask nothing (watch.py).
+
+    Returns its output for all of them, and what has seen its map.
+    """
+    watching, (tokens, *others) = entry.watching(**what), entry.args
+    kwargs = entry.kwargs
+    if memory is not None:
+        watching.memory = torch.cat(memory.places, dim=1)
+        tokens = torch.cat([tokens, *memory.tokens], dim=1)
+        kwargs = _with_rope(kwargs, watching.memory, entry.adapter.num_prefix_tokens)
+    with watching:
+        out = forward(tokens, *others, **kwargs)
+    return out, watching
+
+
+def _with_rope(kwargs: Mapping[str, Any], places: Tensor, prefix: int) -> Mapping[str, Any]:
+    """Appends the rotary positions of a memory, `b m` in 0..n-1, to a block's argument `rope`.
+
+    It has sines, then cosines, of each spatial token, `.. t 2e`; the prefix is not rotated.
+    """
+    rope = kwargs.get("rope")
+    if rope is None:
+        return kwargs
+    rope = rope[(None,) * (4 - rope.ndim)].expand(len(places), -1, -1, -1)
+    still = rope.new_zeros(*rope.shape[:2], prefix, rope.shape[3])
+    still.chunk(2, dim=-1)[1].fill_(1)  # sine 0, cosine 1
+    of_memory = torch.cat([still, rope], dim=2).take_along_dim(places[:, None, :, None], dim=2)
+    return {**kwargs, "rope": torch.cat([rope, of_memory], dim=2)}
+
+
+def tokens_of(entry: BlockInput, out: Any, total: int) -> Tensor:
+    """Returns the tokens that a block returns for `total` of them.
+
+    Raises ValueError unless these are what it returns, or the first of a tuple or list, as many as
+    it got, and the only tensor of their shape there.
+    """
+    name = entry.name
+    first = out[0] if isinstance(out, tuple | list) and len(out) else out
+    if not isinstance(first, Tensor):
+        must = "must return its tokens, or a tuple or list of which they are the first"
+        raise ValueError(f"{name} returns a {type(out).__name__}: {must}")
+    count = first.shape[1:-1].numel()
+    if entry.adapter.attends_to_all and count != total:
+        raise ValueError(f"{name} returns {count} tokens for {total}: must return as many")
+    others = () if first is out else out[1:]
+    if any(isinstance(x, Tensor) and x.shape == first.shape for x in others):
+        must = "a residual stream beside the tokens cannot be mixed"
+        raise ValueError(f"{name} returns a second tensor of the shape of its tokens: {must}")
+    return first
+
+
+def with_tokens_of(out: Any, tokens: Tensor) -> Any:
+    """Returns what a block has returned with other tokens."""
+    if isinstance(out, Tensor):
+        return tokens
+    make = getattr(type(out), "_make", type(out))  # of a named tuple
+    return make([tokens, *out[1:]])

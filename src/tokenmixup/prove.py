@@ -1,0 +1,274 @@
+"""Proves of a block, before it first trains, what watching assumes of it (see `watch.py`).
+
+A block may consist of anything, so what it is assumed to do is tried out, as properties:
+
+    samples   what is seen of a sample does not depend on the other samples
+    map       in an attention map, a token has a row, in which it asks, and a column, in which it is
+              asked: another token at its place changes these two, and little else
+    memory    of VTM, which appends tokens to a block's own (Eq. 13):
+      hidden    tokens that nobody sees change nothing: beside its attention, a block works token
+                by token
+      places    copies of tokens are attended to as these are: positions and masks are theirs
+      twice     if each token is there twice, what the block returns is the same: softmax over
+                twice the keys gives each half, so the values arrive
+
+A block runs on random tokens with arguments of the plain model, in float32 and without gradients.
+Its parameters are drawn around its own, since a gate that begins at 0 would hide what it gates.
+
+Letters: b batch, h heads, n tokens with prefix, t spatial tokens, d width, m memory.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenmixup.block import BlockInput, Memory, Plan, check_tokens, run_watched, tokens_of
+from tokenmixup.contexts import evaluating, own_generators, without_autocast
+from tokenmixup.saliency import Detector, map_of
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
+FEW = 3  # images of the plain pass
+COPIES = 4  # tokens of a memory
+TOLERANCE = 1e-3  # of the largest value; rounding is 1e-6, or 5e-4 in TF32
+SHARE = 0.5  # what another token may change elsewhere, of what it changes in its row and column
+LEAST = 4  # tokens of which a map can be told from its shape
+
+
+@dataclass(eq=False)
+class Proof:
+    """For what a block has been proved; for anything else it must be proved again."""
+
+    circumstances: list[Any]
+    kinds: Any = None  # of the block's further arguments; None: of none yet
+
+
+def circumstances_of(plan: Plan, images: Tensor, detect: Detector | None) -> list[Any]:
+    """Returns what a proof holds for. That which a block consists of may be replaced at any time"""
+    settings = [plan.adapter, plan.vtm is None, detect, images.dtype, images.device]
+    parts = [(part, part.forward) for part in plan.block.modules()]
+    return [*settings, *parts]
+
+
+def kinds_of(given: Any) -> Any:
+    """Returns what tells arguments of one kind from others, whatever the size of the batch."""
+    if isinstance(given, Tensor):
+        return given.ndim, given.is_floating_point()
+    if isinstance(given, tuple | list):
+        return tuple(kinds_of(x) for x in given)
+    if isinstance(given, Mapping):
+        return tuple((name, kinds_of(x)) for name, x in given.items())
+    if given is None or isinstance(given, bool | str):
+        return given
+    return type(given)
+
+
+def kinds_beside_tokens(entry: BlockInput) -> Any:
+    return kinds_of((entry.args[1:], entry.kwargs))
+
+
+def check_statistics(plan: Plan) -> None:
+    """Raises ValueError for a batch norm in a block of HTM or VTM."""
+    if plan.htm is None and plan.vtm is None:
+        return
+    for part in plan.block.modules():
+        if isinstance(part, BATCH_NORMS):
+            kind = type(part).__name__
+            raise ValueError(f"{plan.name} has a {kind}, whose statistics would see tokens twice")
+
+
+def inputs_of(model: nn.Module, images: Tensor, plans: Sequence[Plan]) -> dict[int, BlockInput]:
+    """Runs the plain model on a few of the images. Returns what enters those blocks that it calls.
+
+    Raises ValueError for a block that gets no tokens first.
+    """
+    entries = dict[int, BlockInput]()
+
+    def record(plan: Plan, block: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        check_tokens(plan, args, FEW)
+        entry = BlockInput(args, kwargs, plan.adapter, plan.blocks, plan.name)
+        if entry.num_tokens > plan.adapter.num_prefix_tokens:
+            entries[plan.index] = entry
+
+    few = images[torch.arange(FEW, device=images.device) % len(images)].nan_to_num()
+    with ExitStack() as stack:
+        for plan in plans:
+            told = partial(record, plan)
+            stack.enter_context(plan.block.register_forward_pre_hook(told, with_kwargs=True))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(evaluating(model))
+        stack.enter_context(own_generators(images.device))
+        model(few)
+    torch.clear_autocast_cache()  # of weights that were cast without gradients
+    return entries
+
+
+def prove(plan: Plan, entry: BlockInput, detect: Detector) -> None:
+    """Raises ValueError with one line if a property does not hold of a block.
+
+    `entry`: arguments of the plain model; its tokens give their shape alone.
+    """
+    trial = Trial(plan, entry, detect)
+    device = entry.args[0].device
+    values = {name: _around(x.detach()) for name, x in trial.named_parameters()}
+    values |= {name: _exact(x).clone() for name, x in trial.named_buffers()}
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(without_autocast(device.type))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # nothing, for these sizes
+        seed = stack.enter_context(own_generators(device))
+        torch.func.functional_call(trial, values, (seed,))
+
+
+def _around(own: Tensor) -> Tensor:
+    """Draws parameters around a block's own, of the size that layers begin with."""
+    if not own.is_floating_point():
+        return own
+    generator = torch.Generator(own.device).manual_seed(0)
+    noise = torch.randn(own.shape, generator=generator, device=own.device)
+    is_matrix = own.squeeze().ndim > 1
+    size = own.squeeze()[0].numel() ** -0.5 if is_matrix else 1.0
+    return own.float().clamp(-size, size) + 0.5 * size * noise
+
+
+def _exact(given: Any) -> Any:
+    """Returns arguments in float32."""
+    if isinstance(given, Tensor):
+        return given.float() if given.is_floating_point() else given
+    if type(given) in (tuple, list):
+        return type(given)(_exact(x) for x in given)
+    if type(given) is dict:
+        return {name: _exact(x) for name, x in given.items()}
+    return given
+
+
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    error = (found - expected).abs().max()
+    return bool(error <= TOLERANCE * expected.abs().max())
+
+
+class Trial(nn.Module):
+    """A block, run by `functional_call` with other parameters than its own, and its properties."""
+
+    def __init__(self, plan: Plan, entry: BlockInput, detect: Detector):
+        super().__init__()
+        self.block, self.name, self.detect = plan.block, plan.name, detect
+        self.has_memory = plan.vtm is not None
+        self.prefix = plan.adapter.num_prefix_tokens
+        tokens, *others = entry.args
+        self.generator = torch.Generator(tokens.device).manual_seed(1)
+        self.x = self.draw(*tokens.shape)
+        exact = (self.x, *_exact(tuple(others)))
+        kwargs = _exact(dict(entry.kwargs))
+        self.entry = BlockInput(exact, kwargs, plan.adapter, plan.blocks, plan.name)
+
+    def draw(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.generator.device)
+
+    def forward(self, seed: Callable[[], None]) -> None:
+        adapter = self.entry.adapter
+        self.samples_are_apart(seed)
+        if adapter.saliency is not None:
+            return
+        with evaluating(self.block):
+            own = self.run(self.x)
+            if adapter.attends_to_all and self.entry.num_tokens >= LEAST:
+                self.map_is_of_tokens()
+            if self.has_memory:
+                self.hidden_tokens_change_nothing(own)
+                self.copies_are_seen_at_their_places()
+                self.tokens_may_be_there_twice(own)
+
+    def samples_are_apart(self, seed: Callable[[], None]) -> None:
+        """In the block's own mode: a layer may be another one in training."""
+        with_others = torch.cat([self.x[:1], self.draw(*self.x[1:].shape)])
+        found, returned = [], []
+        for tokens in (self.x, with_others):
+            seed()  # random layers draw the same
+            found.append(self.detect(self.entry.with_tokens(tokens)))
+            if self.has_memory:
+                seed()
+                returned.append(self.run(tokens))
+        if not _is_close(found[1][:1], found[0][:1]):
+            self.refuse("the saliency of a sample depends on the other samples")
+        if self.has_memory and not _is_close(returned[1][:1], returned[0][:1]):
+            self.refuse("what it returns for a sample depends on the other samples")
+
+    def map_is_of_tokens(self) -> None:
+        """Replaces one token of each sample, at the edge, and compares the logarithms of maps."""
+        b, n = len(self.x), self.entry.num_tokens
+        flat = self.x.flatten(1, -2)
+        place = torch.where(torch.arange(b, device=flat.device) % 2 == 0, self.prefix, n - 1)
+        is_new = torch.arange(n, device=flat.device) == place[:, None]  # b n
+        other = torch.where(is_new[..., None], self.draw(*flat.shape), flat)
+        before, after = (map_of(self.entry.with_tokens(x)).rows() for x in (flat, other))
+        if before.shape[-2:] != (n, n):
+            self.refuse(f"its map has the shape {[*before.shape]}, for {n} tokens")
+        change = (after.log() - before.log()).flatten(1, -3)  # b h n n
+        change = change.masked_fill(~change.isfinite(), torch.nan)  # of what is masked or rounded
+        column, row = is_new[:, None, None, :], is_new[:, None, :, None]
+        room = change.masked_fill(column, torch.nan).nanmean(dim=-1, keepdim=True)
+        change = (change - room).abs()  # the rest of a row makes room for the column
+
+        def median(where: Tensor) -> Tensor:
+            return change[where.expand_as(change)].nanmedian()
+
+        rest = median(~row & ~column)
+        for part in (row & ~column, column & ~row):
+            if rest >= SHARE * median(part):
+                self.refuse("what has the shape of its attention map is not one of its tokens")
+
+    def run(self, tokens: Tensor) -> Tensor:
+        """Returns what the block makes of its own tokens, `b n d`."""
+        out, watching = run_watched(self.block.forward, self.entry.with_tokens(tokens))
+        watching.checked()
+        return tokens_of(self.entry, out, watching.n)
+
+    def run_with(self, tokens: Tensor, places: Tensor, hides: bool = False) -> tuple[Tensor, Any]:
+        """Returns the same with a memory, and the map of the own tokens over all, `b h n n+m`."""
+        n, memory = self.entry.num_tokens, Memory([tokens], [places])
+        try:
+            out, watching = run_watched(self.block.forward, self.entry, memory, hides_memory=hides)
+        except ValueError:
+            raise
+        except Exception as error:
+            told = str(error).partition("\n")[0]
+            raise ValueError(
+                f"{self.name}: VTM gives it more tokens, where it fails: {told}"
+            ) from error
+        own = tokens_of(self.entry, out, watching.total())[:, :n]
+        return own, watching.kept().rows(n)
+
+    def hidden_tokens_change_nothing(self, own: Tensor) -> None:
+        places = self.places()
+        noise = self.draw(len(places), COPIES, self.x.shape[-1])
+        found, _ = self.run_with(noise, places, hides=True)
+        if not _is_close(found, own):
+            self.refuse("more tokens change what it returns, beside its attention; VTM adds some")
+
+    def copies_are_seen_at_their_places(self) -> None:
+        places = self.places()
+        _, rows = self.run_with(self.x.take_along_dim(places[..., None], dim=1), places)
+        at = places.view(len(places), *(1,) * (rows.ndim - 2), COPIES)
+        n = self.entry.num_tokens
+        if not _is_close(rows[..., n:], rows[..., :n].take_along_dim(at, dim=-1)):
+            self.refuse("VTM's memory is not attended to as these tokens are at their own places")
+
+    def tokens_may_be_there_twice(self, own: Tensor) -> None:
+        every = torch.arange(self.entry.num_tokens, device=self.x.device)
+        found, _ = self.run_with(self.x, every.expand(len(self.x), -1))
+        if not _is_close(found, own):
+            self.refuse("each token twice changes what it returns, as VTM's memory would")
+
+    def places(self) -> Tensor:
+        """Draws places of spatial tokens, others for each sample: `b m`."""
+        t = self.entry.num_tokens - self.prefix
+        drawn = [torch.randperm(t, generator=self.generator, device=self.x.device) for _ in self.x]
+        return self.prefix + torch.stack([x.repeat(COPIES)[:COPIES] for x in drawn])
+
+    def refuse(self, reason: str) -> None:
+        raise ValueError(f"{self.name}: {reason}")

@@ -1,0 +1,127 @@
+"""An error is the error: what decides how a run ends, and where each reason is told."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from reproduction.training.ranks import World
+from tests.doors import SMALL, Run, eventually, planted, script, started, train
+from tests.images import OWN, disturbed
+
+ONE = (*SMALL, "recipe.epochs=1", "name=mine")
+CHANCE: list[Exception] = [
+    MemoryError(),
+    FileNotFoundError(2, "No such file or directory", "outputs/mine/config.yaml"),
+    OSError(28, "No space left on device"),
+]
+
+
+def bug_while_handling(error: Exception) -> Callable[[], object]:
+    def bug() -> object:
+        try:
+            raise error
+        except Exception:
+            return {}["planted"]
+
+    return bug
+
+
+@pytest.mark.parametrize("error", CHANCE, ids=lambda error: type(error).__name__)
+def test_what_was_handled_by_chance_decides_nothing(here: Path, error: Exception):
+    with planted("step", bug_while_handling(error)):
+        result = train(*ONE)
+    assert result.status == 1 and "Traceback" in result.err
+    assert "after step 0: KeyError: 'planted'; outputs/mine is kept" in result.lines[-1]
+
+
+@pytest.mark.parametrize("place", ["step", "loader", "evaluation"])
+def test_a_bug_keeps_its_traceback(here: Path, place: str):
+    def bug() -> object:
+        raise FloatingPointError("not of the method")
+
+    with planted(place, bug):
+        result = train(*ONE)
+    assert result.status == 1 and "Traceback" in result.err and "in bug" in result.err
+    assert "FloatingPointError: not of the method" in result.lines[-1]
+
+
+def test_a_named_cause_decides(here: Path):
+    def bug() -> object:
+        raise RuntimeError("of some library") from MemoryError()
+
+    with planted("step", bug):
+        result = train(*ONE)
+    assert (result.status, len(result.lines)) == (1, 1), result.err
+    assert "out of this machine's memory" in result.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_torchrun", [False, True])
+def test_the_reason_of_another_rank_is_told(here: Path, by_torchrun: bool):
+    """Of a program that prints on the first rank only, which knows that the other one is gone."""
+    data = ("+dataset.options.held_out=31", *OWN)
+    assert train(*ONE[2:], *data, *SMALL[:1]).status == 0
+    words = ("run=outputs/mine", *data[1:], "device=cpu")
+    launcher: tuple[str, ...] = ()
+    if by_torchrun:
+        launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2")
+    else:
+        words += ("devices=2",)
+    with (
+        disturbed("fail", at=3, half="held_out", rank=1),
+        started(*words, program="eval.py", launcher=launcher) as process,
+    ):
+        err = process.communicate(timeout=300)[1]
+    assert process.returncode != 0
+    (line,) = [line for line in err.splitlines() if "rank 1: " in line]
+    assert "no readable image: ZeroDivisionError: what" in line
+
+
+def _largest(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    values = [[torch.nan, 1.0, 3.0, -torch.inf], [2.0, torch.nan, 1.0, -torch.inf]][rank]
+    largest = World(rank, 2, torch.device("cpu")).max(torch.tensor(values).double())
+    expected = torch.tensor([torch.nan, torch.nan, 3.0, -torch.inf]).double()
+    torch.testing.assert_close(largest, expected, equal_nan=True)
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_nan_of_one_rank_is_nan_on_all(here: Path):
+    mp.spawn(_largest, (str(here / "store"),), nprocs=2)
+
+
+def test_a_finished_run_with_damaged_lines_tells_its_result(here: Path):
+    words = (*ONE, "resume=auto")
+    assert train(*words).status == 0
+    for damage in ('{"step": 1\n', ""):
+        Path("outputs/mine/report.md").unlink(missing_ok=True)
+        Path("outputs/mine/metrics.jsonl").write_text(damage)
+        for more in ((), ("-m", "seed=0")):
+            result = train(*words, *more)
+            assert result.status == 0 and "mine: top-1" in result.out
+            if damage:
+                (line,) = result.lines
+                assert "no report" in line and "metrics.jsonl" in line
+    assert "lines of metrics.jsonl are lost" in Path("outputs/mine/report.md").read_text()
+
+
+def test_a_run_whose_lock_cannot_be_opened_is_a_row_of_the_table(here: Path):
+    """Such as one of another user; to see that a run is going on, it is enough to read the lock."""
+    words = tuple(word for word in ONE if not word.startswith("name="))
+    assert train(*words, "name=done").status == 0
+    with started(*words, "name=going", "recipe.epochs=4000"):
+        eventually(lambda: Run("outputs/going").steps)
+        Path("outputs/going/.lock").chmod(0o444)
+        assert "going: running" in script("runs", "outputs").out
+    lock = Path("outputs/going/.lock")
+    lock.unlink()
+    lock.symlink_to("nowhere/lock")
+    for _ in range(2):
+        result = script("runs", "outputs")
+        assert result.status == 0 and "1 finished" in result.out, result
+        assert "going" in result.out and "unusable" in result.out and ".lock: " in result.out
