@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.config import Config, parse
-from reproduction.runs import RunFolder, digest, settings
+from reproduction.runs import RunFolder, digest, evaluated
 from reproduction.start import check_named, compose, expand
 from reproduction.system import UserError, is_first_rank, one_line_errors, say
 from reproduction.words import hydra_errors, merged, readable, text_of
@@ -63,9 +63,11 @@ def main(words: list[str]) -> None:
         return
     if saved is not None and "images" not in own:
         check_named(config.dataset, words)
-    if saved is None or of_data(config) != of_data(saved):
-        mark = digest([str(files[0].resolve()), of_data(config)])
-        result = result.with_stem(f"{result.stem}-{config.dataset.name}-{mark}")
+    mark: list[Any] = [evaluated(config)]
+    if saved is None:
+        mark = [str(files[0].resolve()), evaluated(config)]
+    if saved is None or evaluated(config) != evaluated(saved):
+        result = result.with_stem(f"{result.stem}-{config.dataset.name}-{digest(mark)}")
     predictions = new_file(own, "predictions", ".csv") if "predictions" in own else None
     images = Path(own["images"]) if "images" in own else None
     if images is not None and not images.is_dir():
@@ -105,10 +107,6 @@ def of_file(words: Sequence[str]) -> Config:
     """Returns the configuration of these words, for weights without a run."""
     expand(words)  # refuses what is no key
     return compose((*words, "augmentation=[]"))  # and this a list of values
-
-
-def of_data(config: Config) -> dict[str, Any]:
-    return {key: x for key, x in settings(config).items() if key.startswith("dataset.")}
 
 
 def new_file(own: dict[str, str], key: str, ending: str) -> Path:

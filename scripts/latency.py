@@ -4,22 +4,24 @@ Steps of CCT-7/3x1 without mixing and with HTM by each detector train in turns. 
 sample (tau = inf). A detector adds the time of its step less that of the plain one in the same
 round: saliency, assignment and mixing. The gradient is a forward and a backward pass of the whole
 model; random tokens are paired by attention. The paper measured on an RTX A6000, so that only
-ratios compare.
+ratios compare. The report of Table 3 shows what is written.
 """
 
+import json
 import os
+from pathlib import Path
 
-import pandas as pd
 import torch
 
-from reproduction.system import Parser, hardware_name, one_line_errors, say
+from reproduction.studies.study import PAPER_FOLDER, read
+from reproduction.studies.tables import LATENCY, latencies
+from reproduction.studies.text import REPORT, markdown
+from reproduction.system import Parser, hardware_name, one_line_errors, say, write_text
 from reproduction.training.ranks import resolve_device
 from scripts import positive
 from scripts.bench import CASES, in_turns, training_step
 
 MODEL = "cct_7_3x1"
-PRINTED = {"attention": 16, "gradient": 236, "random": 5}  # ms, in Table 3
-REFERENCE = "attention"  # of the ratios
 
 
 def words_of(detector: str | None, device: str) -> list[str]:
@@ -37,25 +39,27 @@ def main() -> None:
     parser = Parser(prog="latency.py", description=__doc__)
     parser.add_argument("--rounds", type=positive, default=20)
     parser.add_argument("--images", type=positive, help="in a batch (default: 128, on a CPU 16)")
+    parser.add_argument("--outputs", type=Path, default=Path("outputs"), help="folder of the runs")
     args = parser.parse_args()
+    study = read(PAPER_FOLDER / "table3.yaml")
     device = resolve_device("auto", 1)
     _, classes, _, *batches = CASES[MODEL]
     images = args.images or batches[device == "cuda"]
-    works = {
-        name: training_step(words_of(detector, device), classes, images)
-        for name, detector in {"plain": None, **{x: x for x in PRINTED}}.items()
-    }
+    works = {"plain": training_step(words_of(None, device), classes, images)}
+    for name in study.latencies:
+        works[name] = training_step(words_of(name, device), classes, images)
     times = in_turns(works, args.rounds, device)
-    added = times[[*PRINTED]].sub(times.plain, axis=0)  # ms, rounds x detectors
-    low, median, high = (added.quantile(x) for x in (0.25, 0.5, 0.75))
-    printed = pd.Series(PRINTED)
-    table = {"ms": median, "from": low, "to": high, "ratio": median / median[REFERENCE]}
-    table |= {"paper's ms": printed, "paper's ratio": printed / printed[REFERENCE]}
-    say(
+    added = times[[*study.latencies]].sub(times.plain, axis=0)  # ms, rounds x detectors
+    about = (
         f"{MODEL}, {images} images, {args.rounds} rounds, torch {torch.__version__}, "
-        f"{hardware_name(device)}, load average {os.getloadavg()[0]:.1f}\n\n"
-        f"{pd.DataFrame(table).to_markdown(floatfmt='.1f')}"
+        f"{hardware_name(device)}, load average {os.getloadavg()[0]:.1f}"
     )
+    ms = {name: added[name].quantile([0.25, 0.5, 0.75]).tolist() for name in study.latencies}
+    path = args.outputs / REPORT / LATENCY
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps({"about": about, "ms": ms}, indent=2) + "\n")
+    for title, texts in latencies(study, args.outputs).items():
+        say(f"{title}\n\n{markdown(texts)}\n\nwritten to {path}")
 
 
 if __name__ == "__main__":

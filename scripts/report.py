@@ -2,15 +2,18 @@
 
 from pathlib import Path
 
-from reproduction.studies.study import FULL, SCALES
+from reproduction.studies.study import FULL, SCALES, plan, studies
 from reproduction.system import Parser, one_line_errors, say, write_text
+from scripts import positive
 
 
 @one_line_errors("report.py")
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("words", nargs="*", metavar="key=value", help="overrides of all rows")
+    parser.add_argument("--study", default="all", help="as of reproduce.py (default: all)")
     parser.add_argument("--scale", choices=SCALES, default=FULL)
+    parser.add_argument("--seeds", type=positive, help="how many (default: of the study)")
     parser.add_argument("--outputs", type=Path, help="folder of the runs (default: of the scale)")
     parser.add_argument("--results", type=Path, help="write docs/results.md beside this folder")
     parser.add_argument(
@@ -21,17 +24,25 @@ def main() -> None:
         parser.error(f"--publish {args.publish[1]}: must be results/STUDY.jsonl")
     if args.words and (args.publish or args.results):
         parser.error(f"{args.words[0]}: nothing reads it beside --publish or --results")
-    from reproduction.studies import page
-
     if args.publish:
-        page.publish(*args.publish)
+        from reproduction.studies.published import publish
+
+        publish(*args.publish)
     elif args.results:
+        from reproduction.studies.published import results_page
+
         path = args.results.resolve().parent / "docs" / "results.md"
-        write_text(path, page.results_page(args.results))
+        write_text(path, results_page(args.results))
         say(f"written to {path}")
     else:
-        outputs = args.outputs or Path("outputs", "" if args.scale == FULL else args.scale)
-        say(str(page.write_page(outputs, args.scale, args.words)))
+        from reproduction.studies.conclude import conclude
+
+        words = args.words
+        if args.outputs:
+            words = [*words, f"output_root={args.outputs}"]
+            if not args.outputs.is_dir():
+                parser.error(f"--outputs {args.outputs}: must be a folder of runs")
+        conclude(plan(studies(args.study), args.seeds, args.scale, words))
 
 
 if __name__ == "__main__":

@@ -20,16 +20,16 @@ def main() -> None:
     )
     args = parser.parse_args()
     from reproduction.studies.plots import draw_runs
-    from reproduction.studies.table import read_runs, runs_table
+    from reproduction.studies.results import read_runs
+    from reproduction.studies.tables import runs_table
 
-    runs = read_runs(*args.folders)
-    table = runs_table(runs, args.against)
+    table = runs_table(read_runs(*args.folders), args.against)
     say("\n".join(table.lines()))
     if args.csv:
         write_text(args.csv, table.csv())
         say(f"written to {args.csv}")
     if args.plot:
-        if not draw_runs(table, runs, args.plot):
+        if not draw_runs(table, args.plot):
             raise UserError(f"plot={args.plot}: needs finished runs that differ in one or two keys")
         say(f"written to {args.plot.with_suffix('.png')} and .pdf")
 

@@ -17,6 +17,7 @@ LAYERS = (
     ("words",),
     ("training",),
     ("reporting", "start"),
+    ("check",),
     ("launch",),
     ("studies",),
     ("application",),
@@ -25,7 +26,8 @@ LAYERS = (
 LIBRARY = {"torch", "numpy", "scipy", "einops", "tokenmixup"}  # what the library may import
 MORE = {  # file of the library -> what it alone may import
     "module": {"timm"},  # where timm has called
-    "kernels": {"triton"},
+    "assignment_kernel": {"triton"},
+    "attention_kernel": {"triton"},
 }
 STANDARD = {"collections", "contextlib", "dataclasses", "functools", "importlib", "inspect"}
 STANDARD |= {"itertools", "math", "numbers", "operator", "re", "typing", "warnings"}

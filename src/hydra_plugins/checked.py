@@ -13,9 +13,9 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig
 
-from reproduction.application import conclude_sweep
+from reproduction.check import check
 from reproduction.launch import Sweep, check_choice, going_on, launch_of, objective, run_all
-from reproduction.start import OF_SWEEP, Point, check, expand, point
+from reproduction.start import OF_SWEEP, Point, expand, point
 from reproduction.system import UserError, say
 from reproduction.words import key_of
 
@@ -46,7 +46,9 @@ class CheckedLauncher(Launcher):
         try:
             errors = run_all(started, launch.jobs)
         except KeyboardInterrupt as interrupt:
-            conclude_sweep(points, self.config)  # Hydra ends without its callbacks
+            from reproduction.studies.conclude import conclude  # imports pandas
+
+            conclude(points)  # Hydra ends without its callbacks
             raise KeyboardInterrupt(going_on(points, str(interrupt))) from interrupt
         sweep, returns = Sweep(Path(own.sweep.dir)), []
         for number, run, error in zip(numbers, started, errors, strict=True):
@@ -66,7 +68,7 @@ class PointSweeper(BasicSweeper):
         own, launch = self.config.hydra, launch_of(self.config)
         points = self.points([word for word in arguments if key_of(word) not in OF_SWEEP])
         if launch.dry_run:
-            from reproduction.studies.table import listing  # imports pandas
+            from reproduction.studies.conclude import listing  # imports pandas
 
             say(listing(points))
             return []

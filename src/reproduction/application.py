@@ -24,7 +24,7 @@ from reproduction.launch import (
     objective,
     run_all,
 )
-from reproduction.start import OF_SWEEP, Point, config_of, point_of, register_resolvers, typed_words
+from reproduction.start import config_of, point_of, register_resolvers, typed_words
 from reproduction.system import (
     OneLineError,
     PlainError,
@@ -34,7 +34,7 @@ from reproduction.system import (
     one_line_errors,
     say,
 )
-from reproduction.words import hydra_errors, key_of, readable
+from reproduction.words import hydra_errors, readable
 
 OURS = {  # keys of Hydra that would move what a run writes
     "hydra.run.dir": "output_root and name choose the folder of a run",
@@ -100,7 +100,7 @@ def train_alone(tree: DictConfig, own: Any) -> float | None:
     launch, point = launch_of(tree), point_of(tree, typed_words(own))
     launch.refuse("jobs", "task", reason="needs -m")
     if launch.dry_run:
-        from reproduction.studies.table import listing  # imports pandas
+        from reproduction.studies.conclude import listing  # imports pandas
 
         say(listing([point]))
         return None
@@ -150,21 +150,11 @@ class Table(Callback):
                 points, errors = Sweep(Path(config.hydra.sweep.dir)).take()
                 status = end(program(), errors)
                 if points and config.task is None:
-                    conclude_sweep(points, config)
+                    from reproduction.studies.conclude import conclude  # imports pandas
+
+                    conclude(points)
         except Exception:  # of which Hydra would make a warning
             traceback.print_exc()
             sys.exit(1)
         if status:
             sys.exit(status)
-
-
-def conclude_sweep(points: Sequence[Point], config: DictConfig) -> None:
-    """Prints the table of a sweep, or of a study the runs and where its report is."""
-    from reproduction.studies.conclude import conclude, conclude_study  # imports pandas
-
-    sweeper = config.hydra.sweeper
-    if "study" in sweeper:
-        words = [word for word in typed_words(config.hydra) if key_of(word) not in OF_SWEEP]
-        conclude_study(points, sweeper, words)
-    else:
-        conclude(points)

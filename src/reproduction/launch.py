@@ -18,8 +18,9 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
+from reproduction.check import check
 from reproduction.config import FORBID, TRAIN, Count, Whole, line_of
-from reproduction.start import Point, check, same_files
+from reproduction.start import Point, same_files
 from reproduction.system import (
     CORES,
     OneLineError,

@@ -17,7 +17,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from reproduction.system import (
     is_left_over,
     launched_ranks,
     reason_of,
-    replacing,
     warn,
     write_text,
 )
@@ -42,11 +41,19 @@ from reproduction.system import (
 
 # Keys that do not change a result, and so not the identity of a run.
 NOT_RESULT = (
-    *("name", "output_root", "resume", "device", "compile", "checkpoint", "logger"),
-    *("dataset.workers", "model.checkpoint_blocks"),
+    "name",
+    "output_root",
+    "resume",
+    "device",
+    "compile",
+    "checkpoint",
+    "logger",
+    "dataset.workers",
+    "model.checkpoint_blocks",
+    "recipe.log_every",
 )
 FIXED = ("digits", "cifar10", "cifar100", "imagenet1k")  # data sets whose images are known
-PATHS = ("dataset.root", "model.weights")  # keys that count however they are spelled
+PATHS = ("dataset.root", "model.weights")  # count as typed: a project may be moved
 
 
 class Gone(list[Any]):
@@ -67,6 +74,7 @@ UPGRADES: dict[str, Any] = {
     "recipe.transforms.ratio": Gone([[0.75, 1.3333], [1.0, 1.0]]),
     "augmentation.htm.tau": 2.0,
     "augmentation.htm.rho": 0.005,
+    "recipe.log_every": 50,  # which published lines leave out
 }
 
 
@@ -117,11 +125,20 @@ def settings(config: Config) -> dict[str, Any]:
     The folder of a fixed data set is not among them, as its images may be moved.
     """
     is_fixed = config.dataset.name in FIXED
-    return {
-        key: os.path.abspath(value) if key in PATHS and value is not None else value
-        for key, value in flat(asdict(config))
-        if changes_result(key) and not (is_fixed and key == "dataset.root")
-    }
+    found = {}
+    for name, value in flat(asdict(config)):
+        if not changes_result(name) or (is_fixed and name == "dataset.root"):
+            continue
+        found[name] = value
+        if name in PATHS and value is not None:
+            found[name] = os.path.normpath(value)  # `data/x/` is `data/x`
+    return found
+
+
+def evaluated(config: Config) -> dict[str, Any]:
+    """Returns the settings that the result of evaluating weights depends on."""
+    parts = ("model.", "dataset.", "recipe.precision")
+    return {name: value for name, value in settings(config).items() if name.startswith(parts)}
 
 
 def digest(value: Any) -> str:
@@ -132,6 +149,24 @@ def digest(value: Any) -> str:
 def key(config: Config, seed: bool = True) -> str:
     """Returns 8 hex digits over `settings`; without the seed, those that all seeds share."""
     return digest({name: x for name, x in settings(config).items() if seed or name != "seed"})
+
+
+def mark(config: Config) -> str:
+    """Returns the 8 hex digits of a folder's name, which have always counted `log_every` too."""
+    return digest({**settings(config), "recipe.log_every": config.recipe.log_every})
+
+
+@dataclass(frozen=True, order=True)
+class RowId:
+    """What identifies a row of a table, whatever its text.
+
+    A row has the name that its `study` gives it, and in a sweep a `point`: swept keys and values.
+    """
+
+    study: str = ""  # as typed: table1, or the path of a file
+    row: str = ""
+    point: tuple[tuple[str, str], ...] = ()
+    column: str = ""
 
 
 def changes(ours: Config, theirs: Config) -> list[str]:
@@ -298,12 +333,12 @@ class RunFolder:
         paths = self.checkpoints()
         if not paths:
             return {}
-        kept = _kept(tuple(paths), paths[0].stat().st_mtime_ns)
-        if entry in kept:
+        held = _in_checkpoint(tuple(paths), paths[0].stat().st_mtime_ns)
+        if entry in held:
             _warn_once(f"{error}; a checkpoint holds the {entry}")
         elif entry == "summary":
             _warn_once(f"{error}; the run goes on without the summary")
-        return kept.get(entry, {})
+        return held.get(entry, {})
 
     def read_metrics(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Returns (step lines, epoch lines) of metrics.jsonl."""
@@ -365,12 +400,12 @@ class RunFolder:
         return self.metrics_size()
 
     def keep_last(self) -> None:
-        """Keeps last.pt as the previous checkpoint too, before another one replaces it."""
+        """Keeps last.pt as the previous checkpoint too, which stays until another replaces it."""
         if not self.last_path.exists():
             return
+        self.previous_path.unlink(missing_ok=True)
         try:
-            with replacing(self.previous_path) as temporary:
-                os.link(self.last_path, temporary)
+            os.link(self.last_path, self.previous_path)
         except OSError:  # a file system without hard links: for a moment there is only this one
             os.replace(self.last_path, self.previous_path)
 
@@ -410,7 +445,7 @@ def _is_whole(line: bytes) -> bool:
 
 
 @lru_cache(maxsize=16)
-def _kept(checkpoints: tuple[Path, ...], changed: int) -> dict[str, Any]:
+def _in_checkpoint(checkpoints: tuple[Path, ...], changed: int) -> dict[str, Any]:
     """Returns the `config` and `summary` of the newest readable checkpoint, if it holds them."""
     from reproduction.models.weights import read_newest  # imports torch
 

@@ -1,7 +1,6 @@
 """From the words of a command line to checked points: compose by Hydra, name, check."""
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from reproduction.config import CONF_DIR, LONGEST_NAME, SOURCES, Config, Dataset, parse
 from reproduction.help import OF_COMMAND
-from reproduction.runs import RunFolder, changes_result, find, key
-from reproduction.system import UserError, launched_ranks, warn
+from reproduction.runs import RowId, RunFolder, changes_result, find, key, mark
+from reproduction.system import UserError, launched_ranks
 from reproduction.words import hydra_errors, in_quotes, is_number, key_of, merged, readable
 
 TOLD = ("seed", "model", "dataset", "augmentation", "experiment")  # in a name anyway
@@ -31,11 +30,12 @@ OF_SWEEP = ("jobs", "task", "dry_run")  # words of a command that are no point's
 
 @dataclass(frozen=True)
 class Point:
-    """A run: its words for train.py, its configuration with the name of its folder, its row."""
+    """A run: its words for train.py, its configuration with the name of its folder, its rows."""
 
     words: tuple[str, ...]
     config: Config
-    label: str = ""
+    label: str = ""  # names the first of its rows
+    rows: tuple[RowId, ...] = ()  # of studies
 
     @property
     def folder(self) -> RunFolder:
@@ -201,28 +201,8 @@ def default_name(config: Config, words: Sequence[str], label: str) -> str:
         if changes_result(dotted) and dotted not in TOLD:
             setting = f"{dotted.rpartition('.')[2]}={text.replace(',', '+')}"
             name += "-" + re.sub(r"(?a)[^\w.+=-]+", "", setting)
-    tail = f"-s{config.seed}-{key(config)}"
+    tail = f"-s{config.seed}-{mark(config)}"
     return name.encode()[: LONGEST_NAME - len(tail)].decode(errors="ignore") + tail
-
-
-def check(points: Sequence[Point]) -> None:
-    """Checks all that a run does before its first step; UserError for what cannot run."""
-    from reproduction.data.sources import opened, record  # import torch
-    from reproduction.training.run import check as check_run
-
-    (path, number), *_ = Counter(str(point.folder.path) for point in points).most_common()
-    if number > 1:
-        raise UserError(f"name={path}: {number} points share it; name='x-${{KEY}}' names each")
-    for point in points:
-        config, folder = point.config, point.folder
-        folder.check(config)
-        for other in find(config) if config.resume == "auto" else ():
-            if other.path != folder.path:
-                warn(f"{folder.path}: {other.path} holds the same run, and is left as it is")
-        if folder.read_summary().get("data"):
-            folder.check_data(record(opened(config.dataset), config.model.weights))
-        if not folder.is_finished():
-            check_run(config)
 
 
 def check_named(dataset: Dataset, words: Sequence[str]) -> None:

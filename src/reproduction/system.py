@@ -2,6 +2,7 @@
 
 import argparse
 import ctypes
+import errno
 import os
 import platform
 import re
@@ -183,6 +184,9 @@ def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems have no such call
+            raise
     finally:
         os.close(descriptor)
 

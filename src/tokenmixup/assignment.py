@@ -65,7 +65,7 @@ def check_finite(gain: Tensor) -> None:
 def donors(gain: Tensor, is_easy: Tensor) -> Tensor:
     """`optimal_donors` as an operator, which neither a compiler nor a CUDA graph cuts."""
     if gain.is_cuda and HAS_TRITON and len(gain) <= MOST:
-        from tokenmixup.kernels import device_donors
+        from tokenmixup.assignment_kernel import device_donors
 
         with torch.cuda.device(gain.device):  # Triton launches on the current one
             return device_donors(gain, is_easy)

@@ -26,8 +26,10 @@ class Plan:
     blocks: Sequence[nn.Module]  # this one and those behind it
     adapter: Adapter
     htm: HTM | None
+    detect: "Detector"  # HTM's
     vtm: VTM | None
     feeds: Mapping[int, VTM]  # the later layers of VTM, whose memory takes its tokens
+    reader: "Detector | None"  # what reads its map, and is proved to read it rightly
 
     @property
     def block(self) -> nn.Module:
@@ -69,6 +71,9 @@ class BlockInput:
         any_shape = self.adapter.geometry is not None
         self.watched.append(self.name)
         return Watching(self.name, len(self.args[0]), self.num_tokens, any_shape, **what)
+
+
+Detector = Callable[[BlockInput], Tensor]  # saliency, b t
 
 
 def check_tokens(plan: Plan, args: tuple[Any, ...], b: int, width: int | None = None) -> None:

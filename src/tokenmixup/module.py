@@ -27,10 +27,9 @@ bit.
 Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes, m memory, h w image.
 """
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -48,28 +47,28 @@ from tokenmixup.adapters import (
     patch_embed_of,
     width_of,
 )
-from tokenmixup.block import BlockInput, Forward, Plan
+from tokenmixup.block import Forward, Plan
 from tokenmixup.contexts import evaluating
 from tokenmixup.horizontal import PAPER, Rules
 from tokenmixup.manifold import ManifoldMix, draw_manifold_mix
 from tokenmixup.output import LayerMix, Output
-from tokenmixup.passes import Pass, stand_in
-from tokenmixup.prove import (
-    Proof,
-    check_statistics,
-    circumstances_of,
-    inputs_of,
-    kinds_beside_tokens,
-    prove,
-)
+from tokenmixup.passes import Pass, run_in_pass
+from tokenmixup.prove import Proofs
 from tokenmixup.rules import rules_of
 from tokenmixup.saliency import Detector, by_attention, by_gradient, detector_of, input_gradient
-from tokenmixup.scorenet import Pooling, ScoreNet
+from tokenmixup.scorenet import ScoreNet
 from tokenmixup.settings import HTM, VTM, ManifoldMixup, built
 
-NOT_PROVED = "TokenMixup proves nothing of blocks under fully_shard: train one batch before"
+OWN_ROPE = ("rope_mixed", "rope_is_mixed")  # of timm's models: positions of each block's own
 SUM_ROUNDING = 0.01  # of the sum of 1,000 smoothed probabilities in bfloat16
-Forwards = list[tuple[nn.Module, Any]]  # modules and their `forward`; None: that of the class
+Forwards = list[tuple[nn.Module, Forward | None]]  # None: that of the class
+
+
+class StandIns(NamedTuple):
+    """What runs in the place of `forward` during a pass."""
+
+    of: Any = None  # the modules and plans, and their own `forward`
+    forwards: Sequence[Forward] = ()
 
 
 class TokenMixup(nn.Module):
@@ -111,7 +110,7 @@ class TokenMixup(nn.Module):
         self.checkpoint_blocks = checkpoint_blocks
         self.rules: Rules = PAPER if self.htm is None else rules_of(self.htm)
         self.detect: Detector = by_attention if self.htm is None else detector_of(self.htm)
-        self._told_adapter, self._told_detect = adapter, self.detect
+        self._told_adapter, self._own_detect = adapter, self.detect
         # What mixes in training, by layer; nothing after `stop_mixing`.
         self._htm: dict[int, HTM] = {} if self.htm is None else self.htm.each
         self._vtm: dict[int, VTM] = {} if self.vtm is None else self.vtm.each
@@ -128,29 +127,29 @@ class TokenMixup(nn.Module):
         self.adapter = self._told_adapter or adapter_of(self.model)
         self._blocks: list[nn.Module] = []
         self._plans: dict[int, Plan] = {}  # of the blocks that must run
-        self._proofs: dict[int, Proof] = {}
         self._looked_at: list[Any] = []
-        self._can_prove = True
-        self._stand_ins: tuple[Any, list[Any]] = (None, [])
+        self._proofs = Proofs()
+        self._stand_ins = StandIns()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy finds out for itself."""
-        kept = {**self.__dict__}
-        for name in ("_plans", "_proofs", "_looked_at"):
-            kept[name] = type(kept[name])()
-        kept["_stand_ins"] = (None, [])
+        kept = dict(vars(self))
+        kept.update(_plans={}, _looked_at=[], _proofs=Proofs(), _stand_ins=StandIns())
         return kept
 
     def _touches(self) -> list[int]:
         """Returns the indices of the blocks that something touches, in order."""
-        mixed = [] if self._manifold is None else self._manifold.layers
-        sources = range(max(self._vtm, default=-1) + 1)
-        return sorted({*self._htm, *sources, *mixed})
+        touched = set(self._htm)
+        touched.update(range(max(self._vtm, default=-1) + 1))  # with the sources of its memory
+        if self._manifold is not None:
+            touched.update(self._manifold.layers)
+        return sorted(touched)
 
     def _new_scorenet(self, layer: int) -> ScoreNet:
         assert self.htm is not None, "it has layers"
-        own = "class_token" if self.adapter.reads_class_token else "attention"
-        pooling = cast(Pooling, own if self.htm.pooling == "auto" else self.htm.pooling)
+        pooling = self.htm.pooling
+        if pooling == "auto":
+            pooling = "class_token" if self.adapter.reads_class_token else "attention"
         width = width_of(self.model, self._blocks[layer], self.adapter)
         scorenet = ScoreNet(width, self.num_classes, pooling, self.htm.stop_gradient)
         like = next(self.model.parameters())
@@ -187,8 +186,7 @@ class TokenMixup(nn.Module):
             plans=self._plans,
             scorenets=self.scorenets,
             rules=self.rules,
-            detect=self.detect,
-            check_proof=self._check_proof,
+            proofs=self._proofs,
             targets=targets,
             pixels=pixels,
             manifold=manifold,
@@ -214,121 +212,92 @@ class TokenMixup(nn.Module):
         check_batch(images, targets, self.num_classes)
         if self._touches() or self.checkpoint_blocks:
             self._look_up()
-            self._prove(images)
-        pixels = self._input_gradient(images, targets)
-        manifold = None if self._manifold is None else draw_manifold_mix(self._manifold, images)
+            self._proofs.prove(self.model, self._plans, images)
+        pixels, manifold = self._input_gradient(images, targets), None
+        if self._manifold is not None:
+            manifold = draw_manifold_mix(self._manifold, images)
         return self._put_stand_ins(), pixels, manifold
 
     def _look_up(self) -> None:
         """Finds the blocks as they are now. Raises ValueError if they cannot serve."""
         adapter = self._told_adapter or adapter_of(self.model)
         blocks = blocks_of(self.model, self._told_adapter)
-        settings = [self._htm, self._vtm, self._manifold]
-        kinds = [type(module) for module in (self, self.model, *blocks)]  # as FSDP changes them
-        looked_at = [adapter, *settings, self.model, *blocks, *kinds]
+        settings = [adapter, self._htm, self._vtm, self._manifold, self.detect]
+        parts = [self.model, *blocks]
+        kinds = [type(part) for part in (self, *parts)]  # which FSDP changes
+        looked_at = settings + parts + kinds
         if looked_at == self._looked_at:  # a compiler asks for the same plans
             return
-        self._check_settings(blocks, adapter)
+        self._check_layers(blocks)
+        self._check_needs(adapter)
+        if len({width_of(self.model, blocks[layer], adapter) for layer in self._htm}) > 1:
+            stage = f"must lie in one stage of {type(self.model).__name__}"
+            raise ValueError(f"htm.layer={list(self._htm)}: {stage}")
         self.adapter, self._blocks = adapter, blocks
         self._plans = {index: self._plan(index) for index in self._touches()}
-        self._proofs = {index: x for index, x in self._proofs.items() if index in self._plans}
-        self._can_prove = not is_sharded(self)
+        self._proofs.forget_others(self._plans)
         self._looked_at = looked_at
 
     def _plan(self, index: int) -> Plan:
+        htm, vtm = self._htm.get(index), self._vtm.get(index)
+        feeds = {layer: later for layer, later in self._vtm.items() if layer > index}
+        reader: Detector | None = by_attention if feeds or vtm is not None else None
+        if htm is not None and self.detect is self._own_detect and self.detect is not by_gradient:
+            reader = self.detect
         return Plan(
             index=index,
             name=name_of(index, self._blocks[index]),
             blocks=self._blocks[index:],
             adapter=self.adapter,
-            htm=self._htm.get(index),
-            vtm=self._vtm.get(index),
-            feeds={layer: vtm for layer, vtm in self._vtm.items() if layer > index},
+            htm=htm,
+            detect=self.detect,
+            vtm=vtm,
+            feeds=feeds,
+            reader=reader,
         )
 
-    def _prove(self, images: Tensor) -> None:
-        """Proves what has not been proved of the blocks as they are now.
+    def _check_layers(self, blocks: Sequence[nn.Module]) -> None:
+        """Raises ValueError for a layer that the model does not have."""
+        layers = {"htm.layer": list(self._htm), "vtm.layer": list(self._vtm)}
+        if self._manifold is not None:
+            layers["manifold_mixup.layers"] = list(self._manifold.layers)
+        layers["htm.layer + htm.rollout_steps"] = [
+            layer + htm.rollout_steps for layer, htm in self._htm.items()
+        ]
+        for key, asked in layers.items():
+            last = max(asked, default=0)
+            if last >= len(blocks):
+                has = f"{type(self.model).__name__} has blocks 0..{len(blocks) - 1}"
+                raise ValueError(f"{key}={last}: {has}")
 
-        Raises ValueError for a block of which a property does not hold.
-        """
-        todo = list[Plan]()
-        for index, plan in self._plans.items():
-            circumstances = circumstances_of(plan, images, self._detector_at(plan))
-            proof = self._proofs.get(index)
-            if proof is not None and proof.circumstances == circumstances:
-                continue
-            check_statistics(plan)
-            self._proofs[index] = Proof(circumstances)
-            if self._detector_at(plan) is not None:
-                todo.append(plan)
-        if not todo or images.device.type == "meta":
-            return
-        if not self._can_prove:
-            warnings.warn(NOT_PROVED, stacklevel=2)
-            return
-        entries = inputs_of(self.model, images, todo)
-        for plan in todo:
-            if plan.index in entries:  # another is proved where it runs
-                self._prove_block(plan, entries[plan.index])
+    def _check_needs(self, adapter: Adapter) -> None:
+        """Raises ValueError for a setting that the blocks cannot serve."""
 
-    def _prove_block(self, plan: Plan, entry: BlockInput) -> None:
-        detect = self._detector_at(plan)
-        assert detect is not None, "else nothing is to be proved"
-        prove(plan, entry, detect)
-        self._proofs[plan.index].kinds = kinds_beside_tokens(entry)
-
-    def _check_proof(self, plan: Plan, entry: BlockInput) -> None:
-        """Proves a block that gets other arguments than those for which it has been proved."""
-        if not self._can_prove or self._detector_at(plan) is None or entry.args[0].is_meta:
-            return
-        if self._proofs[plan.index].kinds == kinds_beside_tokens(entry):
-            return
-        if torch.compiler.is_compiling():
-            told = "compiled, it gets other arguments than in evaluation: train one batch before"
-            raise ValueError(f"{plan.name}: {told}")
-        self._prove_block(plan, entry)
-
-    def _detector_at(self, plan: Plan) -> Detector | None:
-        """Returns what reads the map of a block; None if nothing does, or one of the user's own."""
-        if plan.htm is not None and self.detect is self._told_detect is not by_gradient:
-            return self.detect
-        return by_attention if plan.feeds or plan.vtm is not None else None
-
-    def _check_settings(self, blocks: Sequence[nn.Module], adapter: Adapter) -> None:
-        """Raises ValueError if blocks are missing or cannot serve a setting."""
-        model, kind, vtm = self.model, type(self.model).__name__, self._vtm
-        htm = next(iter(self._htm.values()), None)  # the layers differ in tau and rho
-        steps = 0 if htm is None else htm.rollout_steps
-        for key, layers in (
-            ("htm.layer", self._htm),
-            ("vtm.layer", vtm),
-            ("manifold_mixup.layers", () if self._manifold is None else self._manifold.layers),
-            ("htm.layer + htm.rollout_steps", [layer + steps for layer in self._htm]),
-        ):
-            if (last := max(layers, default=0)) >= len(blocks):
-                raise ValueError(f"{key}={last}: {kind} has blocks 0..{len(blocks) - 1}")
-
-        def need(key: str, what: str, is_met: Any) -> None:
+        def need(key: str, what: str, is_met: bool) -> None:
             if not is_met:
+                kind = type(self.model).__name__
                 raise ValueError(f"{key}: needs {what}, which {kind} does not have")
 
         over_all, token = "attention over all tokens", "a class token in the blocks"
-        has_all, prefix = adapter.attends_to_all, adapter.num_prefix_tokens
-        has_token = adapter.reads_class_token or (prefix > 0 and has_class_token(model))
-        published = any(x.class_token_offset == "published" for x in vtm.values())
-        own_rope = any(getattr(model, f"rope_{x}mixed", False) for x in ("", "is_"))
-        need(f"vtm.layer={min(vtm, default=0)}", over_all, has_all or not vtm)
-        need("vtm.class_token_offset=published", token, has_token or not published)
-        if htm is not None:
-            by_pixels, rolls = htm.detector == "gradient", f"htm.rollout_steps={steps}"
-            need("htm.pooling=class_token", token, has_token or htm.pooling != "class_token")
-            need("htm.detector=gradient", "tokens row by row", adapter.in_rows or not by_pixels)
-            need(rolls, over_all, has_all or not steps)
-            need(rolls, "blocks that share their rotary positions", not (own_rope and steps))
-            whole = not (by_pixels or steps) or not is_sharded(self)  # FSDP gathers for one pass
-            need(rolls if steps else "htm.detector=gradient", "parameters without FSDP", whole)
-        if len({width_of(model, blocks[layer], adapter) for layer in self._htm}) > 1:
-            raise ValueError(f"htm.layer={[*self._htm]}: must lie in one stage of {kind}")
+        prefix = adapter.num_prefix_tokens
+        has_token = adapter.reads_class_token or (prefix > 0 and has_class_token(self.model))
+        for layer, vtm in self._vtm.items():
+            need(f"vtm.layer={layer}", over_all, adapter.attends_to_all)
+            if vtm.class_token_offset == "published":
+                need("vtm.class_token_offset=published", token, has_token)
+        for htm in self._htm.values():
+            if htm.pooling == "class_token":
+                need("htm.pooling=class_token", token, has_token)
+            if htm.detector == "gradient":
+                need("htm.detector=gradient", "tokens row by row", adapter.in_rows)
+                need("htm.detector=gradient", "parameters without FSDP", not is_sharded(self))
+            if htm.rollout_steps:
+                rolls = f"htm.rollout_steps={htm.rollout_steps}"
+                shares_rope = not any(getattr(self.model, name, False) for name in OWN_ROPE)
+                need(rolls, over_all, adapter.attends_to_all)
+                need(rolls, "blocks that share their rotary positions", shares_rope)
+                # it gathers them for one pass
+                need(rolls, "parameters without FSDP", not is_sharded(self))
 
     def _input_gradient(self, images: Tensor, targets: Tensor) -> Tensor | None:
         """Returns the input gradient if HTM takes it."""
@@ -343,31 +312,34 @@ class TokenMixup(nn.Module):
         """Replaces `forward` of the modules that a pass goes through. Returns what was there."""
         parts = self._parts()
         before = [(module, vars(module).get("forward")) for module, _ in parts]
-        if self._stand_ins[0] != (parts, before):  # else the same, which a compiler asks for
-            made = list[Forward]()
-            for (module, own), (_, method) in zip(before, parts, strict=True):
-                plain = own or partial(forward_of_class, module)
-                if method is None:
-                    made.append(partial(checkpoint, plain, use_reentrant=False))
-                else:
-                    made.append(partial(stand_in, self._running, *method, plain))
-            self._stand_ins = ((parts, before), made)
-        for (module, _), forward in zip(parts, self._stand_ins[1], strict=True):
+        if self._stand_ins.of != (parts, before):  # else the same, which a compiler asks for
+            made = [
+                self._stand_in(*part, own) for part, (_, own) in zip(parts, before, strict=True)
+            ]
+            self._stand_ins = StandIns((parts, before), made)
+        for (module, _), forward in zip(parts, self._stand_ins.forwards, strict=True):
             vars(module)["forward"] = forward
         return before
 
-    def _parts(self) -> list[tuple[nn.Module, Any]]:
-        """Returns what a pass goes through: a method of Pass with its argument; None: run again."""
-        parts = list[tuple[nn.Module, Any]]()
+    def _parts(self) -> list[tuple[nn.Module, Plan | None]]:
+        """Returns the modules that a pass goes through, with the plans of those that must run."""
+        parts = list[tuple[nn.Module, Plan | None]]()
         embedding = patch_embed_of(self.model, self.adapter) if self._plans else None
         if embedding is not None:
-            parts.append((embedding, (Pass.embed, embedding)))
+            parts.append((embedding, None))
         for index, block in enumerate(self._blocks):
-            if index in self._plans:
-                parts.append((block, (Pass.run_block, self._plans[index])))
-            elif self.checkpoint_blocks:
-                parts.append((block, None))
+            if index in self._plans or self.checkpoint_blocks:
+                parts.append((block, self._plans.get(index)))
         return parts
+
+    def _stand_in(self, module: nn.Module, plan: Plan | None, own: Forward | None) -> Forward:
+        """Returns what runs in the place of a module's `forward`; `own`: that of the instance."""
+        forward = own or partial(forward_of_class, module)
+        if plan is not None:
+            return partial(run_in_pass, self._running, Pass.run_block, plan, forward)
+        if module in self._blocks:  # that nothing touches
+            return partial(checkpoint, forward, use_reentrant=False)
+        return partial(run_in_pass, self._running, Pass.embed, module, forward)
 
     def stop_mixing(self) -> None:
         """Disables all mixing in training for good and freezes the ScoreNets.

@@ -3,6 +3,8 @@
 Letters: b batch, t spatial tokens, c classes, k layers of HTM.
 """
 
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +37,9 @@ class Stat(NamedTuple):
     is_max: bool = False
 
 
+UNMIXED = {"mixed_samples": Stat(0), "mixed_tokens": Stat(0, 0)}  # without HTM
+
+
 class Output(NamedTuple):
     """Output of a training forward pass. Without HTM all but the first two have their defaults.
 
@@ -50,19 +55,8 @@ class Output(NamedTuple):
     gain: Tensor | None = None  # b t, their gain in saliency, summed over the layers
     layers: tuple[LayerMix, ...] = ()
     score_loss_weight: float = 0.0  # the setting of HTM
-
-    @property
-    def sums(self) -> dict[str, Stat]:
-        """What `stats` are made of, which adds up over micro-batches and ranks."""
-        if self.is_easy is None or self.mask is None or self.gain is None:
-            return {"mixed_samples": Stat(0), "mixed_tokens": Stat(0, 0)}
-        first, *others = (mix.difficulty.detach() for mix in self.layers)
-        difficulty = torch.cat([first, *others]) if others else first
-        sums = _sums(self.is_easy, self.mask, self.gain, difficulty)
-        for mix in self.layers if len(self.layers) > 1 else ():
-            of_layer = _sums(mix.is_easy, mix.mask, mix.gain, mix.difficulty.detach())
-            sums |= {f"{name}/{mix.layer}": stat for name, stat in of_layer.items()}
-        return sums
+    # what `stats` are made of, which adds up over micro-batches and ranks
+    sums: Mapping[str, Stat] = UNMIXED
 
     @property
     def stats(self) -> dict[str, Tensor]:
@@ -79,22 +73,55 @@ class Output(NamedTuple):
         return {name: _value(stat) for name, stat in self.sums.items()}
 
 
-def _sums(is_easy: Tensor, mask: Tensor, gain: Tensor, difficulty: Tensor) -> dict[str, Stat]:
-    mixed, replaced = (x.sum(dtype=torch.float32) for x in (is_easy, mask))
+def output_of(
+    logits: Tensor, targets: Tensor, layers: Sequence[LayerMix], score_loss_weight: float
+) -> Output:
+    """Puts the output of a pass together, with its sums, which are so compiled with the pass."""
+    if not layers:
+        return Output(logits, targets)
+    is_easy = reduce(torch.logical_or, [mix.is_easy for mix in layers])
+    mask = reduce(torch.logical_or, [mix.mask for mix in layers])
+    gain = reduce(torch.add, [mix.gain for mix in layers])
+    difficulty = [mix.difficulty.detach() for mix in layers]
+    sums = _sums(is_easy, mask, gain, difficulty)
+    if len(layers) > 1:
+        for mix in layers:
+            own = _sums(mix.is_easy, mix.mask, mix.gain, [mix.difficulty.detach()])
+            sums |= {f"{name}/{mix.layer}": stat for name, stat in own.items()}
+    return Output(
+        logits=logits,
+        targets=targets,
+        score_loss=reduce(torch.add, [mix.difficulty.mean() for mix in layers]),
+        is_easy=is_easy,
+        mask=mask,
+        gain=gain,
+        layers=tuple(layers),
+        score_loss_weight=score_loss_weight,
+        sums=sums,
+    )
+
+
+def _sums(
+    is_easy: Tensor, mask: Tensor, gain: Tensor, difficulty: Sequence[Tensor]
+) -> dict[str, Stat]:
+    mixed = is_easy.sum(dtype=torch.float32)
+    replaced = mask.sum(dtype=torch.float32)
+    nats = difficulty[0] if len(difficulty) == 1 else torch.cat([*difficulty])
     return {
         "mixed_samples": Stat(mixed),
         "mixed_tokens": Stat(replaced, mixed),
-        "difficulty": Stat(difficulty.sum(), difficulty.numel()),
+        "difficulty": Stat(nats.sum(), nats.numel()),
         "gain_max": Stat(gain.amax(), is_max=True),
         "gain_mean": Stat(gain.sum(), replaced),
     }
 
 
 def _value(stat: Stat) -> Any:
-    total, divisor, _ = stat
-    if divisor is None:
-        return total
-    return total / (divisor.clamp(min=1) if isinstance(divisor, Tensor) else divisor)
+    if stat.divisor is None:
+        return stat.total
+    if isinstance(stat.divisor, Tensor):
+        return stat.total / stat.divisor.clamp(min=1)
+    return stat.total / stat.divisor
 
 
 def training_loss(output: Output, score_loss_weight: float | None = None) -> Tensor:

@@ -3,9 +3,8 @@
 Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes, m memory, h w image.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any, cast
 
 import torch
@@ -23,9 +22,10 @@ from tokenmixup.block import (
 )
 from tokenmixup.horizontal import Rules, mix_horizontal
 from tokenmixup.manifold import ManifoldMix
-from tokenmixup.output import LayerMix, Output
+from tokenmixup.output import LayerMix, Output, output_of
+from tokenmixup.prove import Proofs
 from tokenmixup.rules import ORDERS
-from tokenmixup.saliency import Detector, by_attention, saliency_by
+from tokenmixup.saliency import by_attention, saliency_by
 from tokenmixup.scorenet import difficulty
 from tokenmixup.vertical import INDICES
 from tokenmixup.watch import OWN_CHECKPOINTING, AttentionMap, graph_now
@@ -38,8 +38,7 @@ class Pass:
     plans: Mapping[int, Plan]  # of the blocks that something touches
     scorenets: nn.ModuleDict  # by index
     rules: Rules
-    detect: Detector
-    check_proof: Callable[[Plan, BlockInput], None]
+    proofs: Proofs
     targets: Tensor  # b c, as mixed so far
     pixels: Tensor | None  # b h w, magnitude of the input gradient
     manifold: ManifoldMix | None
@@ -68,7 +67,7 @@ class Pass:
         entry = BlockInput(args, kwargs, plan.adapter, plan.blocks, plan.name, self.pixels, grid)
         self._check_count(plan, entry.num_tokens)
         self.is_detecting = True
-        self.check_proof(plan, entry)
+        self.proofs.check(plan, entry)
         self.is_detecting = False
         if self.manifold is None or self.manifold.layer != plan.index:
             return entry
@@ -139,9 +138,9 @@ class Pass:
     def _detect(self, plan: Plan, entry: BlockInput) -> tuple[Tensor, Tensor | None]:
         """Returns HTM's saliency, `b t`, and of a source of VTM that by the block's attention."""
         self.is_detecting = True
-        saliency, own = self.detect(entry), None
+        saliency, own = plan.detect(entry), None
         if plan.feeds:
-            own = saliency if self.detect is by_attention else by_attention(entry)
+            own = saliency if plan.detect is by_attention else by_attention(entry)
         self.is_detecting = False
         expected = [len(self.targets), entry.num_tokens - plan.adapter.num_prefix_tokens]
         if [*saliency.shape] != expected:
@@ -216,21 +215,10 @@ class Pass:
         shape = [*logits.shape] if isinstance(logits, Tensor) else type(logits).__name__
         if shape != expected:
             raise ValueError(f"the model returned {shape}, must be logits b num_classes={expected}")
-        if not self.layers:
-            return Output(logits, self.targets)
-        return Output(
-            logits=logits,
-            targets=self.targets,
-            score_loss=reduce(torch.add, [mix.difficulty.mean() for mix in self.layers]),
-            is_easy=reduce(torch.logical_or, [mix.is_easy for mix in self.layers]),
-            mask=reduce(torch.logical_or, [mix.mask for mix in self.layers]),
-            gain=reduce(torch.add, [mix.gain for mix in self.layers]),
-            layers=tuple(self.layers),
-            score_loss_weight=score_loss_weight,
-        )
+        return output_of(logits, self.targets, self.layers, score_loss_weight)
 
 
-def stand_in(
+def run_in_pass(
     running: list[Pass], run: Any, about: Any, forward: Forward, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Runs in place of `forward`, that of a part of a model.

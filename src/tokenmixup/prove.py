@@ -18,6 +18,7 @@ Its parameters are drawn around its own, since a gate that begins at 0 would hid
 Letters: b batch, h heads, n tokens with prefix, t spatial tokens, d width, m memory.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,29 +28,86 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tokenmixup.adapters import is_sharded
 from tokenmixup.block import BlockInput, Memory, Plan, check_tokens, run_watched, tokens_of
 from tokenmixup.contexts import evaluating, own_generators, without_autocast
-from tokenmixup.saliency import Detector, map_of
+from tokenmixup.saliency import map_of
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
 FEW = 3  # images of the plain pass
 COPIES = 4  # tokens of a memory
 TOLERANCE = 1e-3  # of the largest value; rounding is 1e-6, or 5e-4 in TF32
 SHARE = 0.5  # what another token may change elsewhere, of what it changes in its row and column
+NOT_PROVED = "TokenMixup proves nothing of blocks under fully_shard: train one batch before"
 LEAST = 4  # tokens of which a map can be told from its shape
 
 
 @dataclass(eq=False)
 class Proof:
-    """For what a block has been proved; for anything else it must be proved again."""
+    """What a block was when it was proved; as anything else it must be proved again."""
 
-    circumstances: list[Any]
-    kinds: Any = None  # of the block's further arguments; None: of none yet
+    state: list[Any]
+    kinds: Any  # of its further arguments
 
 
-def circumstances_of(plan: Plan, images: Tensor, detect: Detector | None) -> list[Any]:
-    """Returns what a proof holds for. That which a block consists of may be replaced at any time"""
-    settings = [plan.adapter, plan.vtm is None, detect, images.dtype, images.device]
+UNSEEN, UNPROVED = "unseen", "unproved"  # in the place of kinds
+
+
+class Proofs:
+    """What has been proved of the blocks that a module touches."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, Proof] = {}  # by the index of the block
+
+    def forget_others(self, plans: Mapping[int, Plan]) -> None:
+        """Keeps no block alive that is not touched any more."""
+        self.of = {index: proof for index, proof in self.of.items() if index in plans}
+
+    def prove(self, model: nn.Module, plans: Mapping[int, Plan], images: Tensor) -> None:
+        """Proves what has not been proved of the blocks as they are now.
+
+        Raises ValueError for a block of which a property does not hold.
+        """
+        todo = list[Plan]()
+        states = dict[int, list[Any]]()
+        for index, plan in plans.items():
+            states[index] = state_of(plan, images)
+            if index not in self.of or self.of[index].state != states[index]:
+                check_parts(plan)
+                todo.append(plan)
+        if not todo:
+            return
+        readable = [plan for plan in todo if plan.reader is not None]
+        can_prove = images.device.type != "meta" and not is_sharded(model)
+        if readable and is_sharded(model):
+            warnings.warn(NOT_PROVED, stacklevel=2)
+        entries = inputs_of(model, images, readable) if readable and can_prove else {}
+        for plan in todo:
+            entry = entries.get(plan.index)
+            kinds: Any = UNSEEN if can_prove else UNPROVED  # the former is proved where it runs
+            if entry is not None:
+                prove_block(plan, entry)
+                kinds = kinds_beside_tokens(entry)
+            self.of[plan.index] = Proof(states[plan.index], kinds)
+
+    def check(self, plan: Plan, entry: BlockInput) -> None:
+        """Proves a block that gets other arguments than those for which it has been proved."""
+        proof = self.of[plan.index]
+        if plan.reader is None or proof.kinds == UNPROVED:
+            return
+        kinds = kinds_beside_tokens(entry)
+        if proof.kinds == kinds:
+            return
+        if torch.compiler.is_compiling():
+            told = "compiled, it gets other arguments than in evaluation: train one batch before"
+            raise ValueError(f"{plan.name}: {told}")
+        prove_block(plan, entry)
+        proof.kinds = kinds
+
+
+def state_of(plan: Plan, images: Tensor) -> list[Any]:
+    """Returns what a proof holds for: any part of a block may be replaced at any time."""
+    settings = [plan.adapter, plan.reader, plan.vtm is None, images.dtype, images.device]
     parts = [(part, part.forward) for part in plan.block.modules()]
     return [*settings, *parts]
 
@@ -71,8 +129,10 @@ def kinds_beside_tokens(entry: BlockInput) -> Any:
     return kinds_of((entry.args[1:], entry.kwargs))
 
 
-def check_statistics(plan: Plan) -> None:
-    """Raises ValueError for a batch norm in a block of HTM or VTM."""
+def check_parts(plan: Plan) -> None:
+    """Raises ValueError for a scripted block, and for a batch norm in one of HTM or VTM."""
+    if isinstance(plan.block, torch.jit.ScriptModule):
+        raise ValueError(f"{plan.name} is TorchScript, whose attention nobody sees")
     if plan.htm is None and plan.vtm is None:
         return
     for part in plan.block.modules():
@@ -107,12 +167,12 @@ def inputs_of(model: nn.Module, images: Tensor, plans: Sequence[Plan]) -> dict[i
     return entries
 
 
-def prove(plan: Plan, entry: BlockInput, detect: Detector) -> None:
+def prove_block(plan: Plan, entry: BlockInput) -> None:
     """Raises ValueError with one line if a property does not hold of a block.
 
     `entry`: arguments of the plain model; its tokens give their shape alone.
     """
-    trial = Trial(plan, entry, detect)
+    trial = Trial(plan, entry)
     device = entry.args[0].device
     values = {name: _around(x.detach()) for name, x in trial.named_parameters()}
     values |= {name: _exact(x).clone() for name, x in trial.named_buffers()}
@@ -121,7 +181,8 @@ def prove(plan: Plan, entry: BlockInput, detect: Detector) -> None:
         stack.enter_context(without_autocast(device.type))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # nothing, for these sizes
         seed = stack.enter_context(own_generators(device))
-        torch.func.functional_call(trial, values, (seed,))
+        # ties would be put back wrongly where a module has two names
+        torch.func.functional_call(trial, values, (seed,), tie_weights=False)
 
 
 def _around(own: Tensor) -> Tensor:
@@ -132,7 +193,8 @@ def _around(own: Tensor) -> Tensor:
     noise = torch.randn(own.shape, generator=generator, device=own.device)
     is_matrix = own.squeeze().ndim > 1
     size = own.squeeze()[0].numel() ** -0.5 if is_matrix else 1.0
-    return own.float().clamp(-size, size) + 0.5 * size * noise
+    finite = own.float().nan_to_num()  # a model that has diverged is named by its gains
+    return finite.clamp(-size, size) + 0.5 * size * noise
 
 
 def _exact(given: Any) -> Any:
@@ -154,9 +216,10 @@ def _is_close(found: Tensor, expected: Tensor) -> bool:
 class Trial(nn.Module):
     """A block, run by `functional_call` with other parameters than its own, and its properties."""
 
-    def __init__(self, plan: Plan, entry: BlockInput, detect: Detector):
+    def __init__(self, plan: Plan, entry: BlockInput):
         super().__init__()
-        self.block, self.name, self.detect = plan.block, plan.name, detect
+        assert plan.reader is not None, "else nothing is to be proved"
+        self.block, self.name, self.reader = plan.block, plan.name, plan.reader
         self.has_memory = plan.vtm is not None
         self.prefix = plan.adapter.num_prefix_tokens
         tokens, *others = entry.args
@@ -189,7 +252,7 @@ class Trial(nn.Module):
         found, returned = [], []
         for tokens in (self.x, with_others):
             seed()  # random layers draw the same
-            found.append(self.detect(self.entry.with_tokens(tokens)))
+            found.append(self.reader(self.entry.with_tokens(tokens)))
             if self.has_memory:
                 seed()
                 returned.append(self.run(tokens))

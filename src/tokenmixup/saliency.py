@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmixup.block import BlockInput, run_watched, tokens_of
+from tokenmixup.block import BlockInput, Detector, run_watched, tokens_of
 from tokenmixup.contexts import evaluating, without_autocast
 from tokenmixup.settings import HTM
 from tokenmixup.watch import AttentionMap, MapSeen
@@ -142,7 +142,6 @@ def by_rollout(steps: int, entry: BlockInput) -> Tensor:
     return rollout_saliency(maps, adapter.num_prefix_tokens, adapter.reads_class_token)
 
 
-Detector = Callable[[BlockInput], Tensor]
 DETECTORS: dict[str, Detector] = {
     "attention": by_attention,
     "mean_attention": partial(by_attention, class_token=False),  # Eq. 3 as printed

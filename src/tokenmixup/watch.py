@@ -89,7 +89,7 @@ def _has_kernel(q: Tensor, k: Tensor) -> bool:
 @torch.library.custom_op("tokenmixup::received", mutates_args=())
 def received_on_device(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """What keys receive, by one kernel: `b h n e`, `b h m e` -> `b m` float32."""
-    from tokenmixup.kernels import received
+    from tokenmixup.attention_kernel import received
 
     with torch.cuda.device(q.device):  # Triton launches on the current one
         return received(q, k, scale)

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
 
-from reproduction.data import sources
+from reproduction.data import halves
 from tests.doors import Run, evaluate, load_run, same, train
 from tests.images import write_cifar, write_images
 
@@ -162,7 +162,7 @@ def test_images_are_the_same_from_memory_files_and_workers(
     sideways = images / "val" / "dog" / "0.png"
     RGB.resize((40, 20)).save(sideways, exif=oriented(8))
     assert train(*FOLDER, "name=memory").status == 0
-    monkeypatch.setattr(sources, "MOST_MEMORY", 0)
+    monkeypatch.setattr(halves, "MOST_MEMORY", 0)
     for name, workers in (("files", 0), ("workers", 2)):
         assert train(*FOLDER, f"name={name}", f"dataset.workers={workers}").status == 0
         assert same(Run("outputs/memory"), Run(f"outputs/{name}")) == []
@@ -266,7 +266,7 @@ def test_classes_without_a_held_out_image_are_named(images: Path):
 def test_broken_image_is_named_and_ends_the_run(
     images: Path, monkeypatch: pytest.MonkeyPatch, memory: int
 ):
-    monkeypatch.setattr(sources, "MOST_MEMORY", memory)
+    monkeypatch.setattr(halves, "MOST_MEMORY", memory)
     for name in ("train/cat/2.png", "train/dog/1.png"):
         (images / name).write_bytes(b"none")
     result = train(*FOLDER, "name=run", "dataset.workers=1")

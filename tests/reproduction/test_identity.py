@@ -1,7 +1,10 @@
 """The identity of a run: every setting that changes a result, as the present schema reads it."""
 
 import dataclasses
+import importlib
 import json
+import os
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from copy import deepcopy
@@ -11,7 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.doors import ROOT, SMALL, Run, dry, evaluate, flat, hash_of, nested, train
+from tests.doors import ROOT, SMALL, Run, dry, evaluate, flat, hash_of, nested, runs, train
+from tests.images import write_images
 from tokenmixup import HTM, VTM, ManifoldMixup
 
 STACK = "augmentation=[mixup,cutmix,manifold_mixup,htm,vtm]"
@@ -28,7 +32,7 @@ WORDS = {
 }
 NO_RESULT = (  # keys and groups that change no result, and so not the run; every other key counts
     *("name", "output_root", "resume", "device", "compile", "checkpoint", "logger"),
-    *("dataset.workers", "model.checkpoint_blocks"),
+    *("dataset.workers", "model.checkpoint_blocks", "recipe.log_every"),
 )
 OTHER: dict[str, Any] = {  # valid values where a number or a flag cannot just be changed
     **{"device": "cpu", "resume": "auto", "name": "x", "output_root": "x"},
@@ -52,6 +56,9 @@ OTHER: dict[str, Any] = {  # valid values where a number or a flag cannot just b
     **{"recipe.transforms.interpolation": "random", "recipe.transforms.auto_augment": "v0"},
     **{"recipe.transforms.erasing_mode": "rand"},
 }
+
+
+FOLDER = ["dataset=image_folder"]
 
 
 def raw_of(*words: str) -> dict[str, Any]:
@@ -90,6 +97,7 @@ def test_values_count_however_they_are_spelled():
         (["recipe.lr=1"], ["recipe.lr=1.0"]),
         (["recipe.warmup_lr=0"], ["recipe.warmup_lr=0.0"]),
         (["augmentation=[vtm,htm]"], ["augmentation=[htm,vtm]"]),
+        ([*FOLDER, "dataset.root=x/y/../z/"], [*FOLDER, "dataset.root=./x/z"]),
     ]:
         assert dry(*one)[1] == dry(*other)[1]
 
@@ -121,6 +129,66 @@ def test_runs_of_earlier_revisions_are_found_and_read(here: Path):
     (run.path / "config.yaml").write_text(yaml.safe_dump({**saved, "recipe": skips["recipe"]}))
     result = train("name=mine", "resume=auto", *SMALL)
     assert result.status == 2 and "recipe.non_finite=skip" in result.err
+
+
+NAMES = {  # of folders at revision 2e7fa4c
+    (): "cct_2_3x2-digits-htm+vtm-s0-6b0816a9",
+    ("experiment=table1/cifar100_htm",): "table1-cifar100_htm-s0-433c13f2",
+}
+
+
+def test_folders_are_named_as_at_earlier_revisions(here: Path):
+    for words, name in NAMES.items():
+        for more in ([], ["recipe.log_every=7"]):
+            assert (f"outputs/{name}\n" in train(*words, *more, "dry_run=1").out) == (not more)
+
+
+def test_a_run_is_found_whatever_its_log_and_wherever_its_project_lies(here: Path):
+    """The folder of another `log_every` is gone on with; a project may be moved as a whole."""
+    project = here / "here"
+    write_images(project / "images", ["cat", "dog"], train=6, held_out=2)
+    os.chdir(project)
+    words = [x for x in SMALL if not x.startswith("dataset.")]
+    words += [*FOLDER, "dataset.root=images", "model.image_size=16", "resume=auto"]
+    first = train(*words)
+    assert first.status == 0, first.err
+    (run,) = runs()
+    seconds = run.summary["seconds"]
+    os.chdir(here)
+    project.rename("there")
+    os.chdir("there")
+    for more in ([], ["recipe.log_every=7"], ["dataset.root=images/"]):
+        again = train(*words, *more)
+        assert again.status == 0 and not again.err, again.err
+        assert [x.path for x in runs()] == [run.path] and runs()[0].summary["seconds"] == seconds
+
+
+OWN_ARRAYS = """
+import numpy as np
+
+def images(value: int = 0):
+    arrays = [np.full((8, 8), 20 * i, np.uint8) for i in range(12)]
+    arrays[0] = arrays[0] + np.uint8(value)
+    pairs = [(image, i % 2) for i, image in enumerate(arrays)]
+    return pairs, pairs[:4]
+"""
+
+
+def test_a_run_on_arrays_is_not_taken_for_one_on_other_pixels(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(here)
+    source = here / "arrays_of_mine.py"
+    source.write_text(OWN_ARRAYS)
+    words = [x for x in SMALL if not x.startswith("dataset.")]
+    words += ["dataset=custom", "dataset.source=arrays_of_mine:images", "resume=auto"]
+    assert train(*words, "name=mine").status == 0
+    assert train(*words, "name=mine").status == 0
+    source.write_text(OWN_ARRAYS.replace("value: int = 0", "value: int = 1"))
+    del sys.modules["arrays_of_mine"]
+    importlib.invalidate_caches()
+    refused = train(*words, "name=mine")
+    assert (refused.status, len(refused.lines)) == (2, 1) and "pixels" in refused.err
 
 
 def test_files_of_the_method_list_all_options_of_the_library():

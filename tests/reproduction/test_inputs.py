@@ -11,10 +11,10 @@ from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
+from reproduction.data.halves import Half
 from reproduction.data.inputs import Mixed, TrainingInputs
 from reproduction.data.loaders import build_training_images
 from reproduction.data.seeding import Purpose, seed_device, seeded
-from reproduction.data.sources import Half
 from scripts.bench import build_trainer
 from tests.doors import SMALL, config_of, step, train
 from tests.images import OWN, recorded
@@ -85,11 +85,12 @@ def test_two_ranks_share_the_batches_of_one_process(here: Path):
 # Augmentation
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_augmentation_and_normalisation_equal_timm(seed: int):
-    """Compares values after the recipe's complete augmentation."""
-    config = config_of("recipe=cifar_cct", f"seed={seed}")
-    pixels = np.random.default_rng(seed).integers(0, 256, (12, 32, 32, 3), np.uint8)
+@pytest.mark.parametrize(("seed", "scale"), [(0, "[0.08,1]"), (1, "[0.08,1]"), (2, "[1,1]")])
+def test_augmentation_and_normalisation_equal_timm(seed: int, scale: str):
+    """Compares values after the recipe's complete augmentation, of images that are oblong."""
+    words = ("recipe=cifar_cct", f"seed={seed}", f"recipe.transforms.scale={scale}")
+    config = config_of(*words)
+    pixels = np.random.default_rng(seed).integers(0, 256, (12, 32, 48, 3), np.uint8)
     pictures = [(Image.fromarray(image), i) for i, image in enumerate(pixels)]
     ours = build_training_images(config, Half.of(pictures, range(12)))
     transforms, data = config.recipe.transforms, config.dataset
@@ -97,7 +98,7 @@ def test_augmentation_and_normalisation_equal_timm(seed: int):
         (3, 32, 32),
         is_training=True,
         scale=tuple(transforms.scale),
-        ratio=(0.75, 1.3333),
+        ratio=(1.0, 1.0) if scale == "[1,1]" else (0.75, 1.3333),
         interpolation=transforms.interpolation,
         hflip=transforms.hflip,
         color_jitter=0.4,
@@ -108,13 +109,25 @@ def test_augmentation_and_normalisation_equal_timm(seed: int):
     )
     normalize = inputs_of("recipe=cifar_cct", "augmentation=[]").normalize
     batch = ours.__getitems__([(1, index) for index in range(12)])
-    for index, (image, target, _) in enumerate(batch):
-        assert image.dtype == torch.uint8 and target == index
+    for index, example in enumerate(batch):
+        assert example.image.dtype == torch.uint8 and example.target == index
         with seeded(Purpose.AUGMENT, seed, 1, index):
             expected = timms(pictures[index][0])
-        torch.testing.assert_close(normalize(image[None])[0], expected, atol=2e-6, rtol=0)
-        assert torch.equal(ours[(1, index)].image, image)  # whatever batch it is in
-        assert not torch.equal(ours[(2, index)].image, image)
+        torch.testing.assert_close(normalize(example.image[None])[0], expected, atol=2e-6, rtol=0)
+        assert torch.equal(ours[(1, index)].image, example.image)  # whatever batch it is in
+    later = ours.__getitems__([(2, index) for index in range(12)])
+    differing = [not torch.equal(x.image, y.image) for x, y in zip(batch, later, strict=True)]
+    assert sum(differing) > 6  # some are alike by chance
+
+
+def test_a_square_image_of_scale_one_is_not_cropped():
+    words = ("augmentation=[]", "recipe.transforms.scale=[1,1]", "recipe.transforms.hflip=0")
+    config = config_of("recipe=quickstart", *words)
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
+    images = build_training_images(config, Half.of([(x, 0) for x in pixels], [0] * 3))
+    for index, expected in enumerate(pixels):
+        found = images[(0, index)].image.permute(1, 2, 0).numpy()
+        assert np.array_equal(found, expected)
 
 
 # Erasing

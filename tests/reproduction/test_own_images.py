@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from reproduction.data import sources
+from reproduction.data import halves
 from tests.doors import ROOT, SMALL, Run, dry, evaluate, snapshot, train
 from tests.images import OWN, digits, disturbed, recorded, write_images
 
@@ -102,7 +102,9 @@ def test_any_sequence_of_pairs_is_trained_on_and_evaluated(here: Path, name: str
     assert [row.split(",")[:2] for row in rows] == [
         [str(i), labels[order[i % 3]]] for i in range(12)
     ]
-    assert Run("outputs/run").summary["data"]["images"].startswith("12 + 12 images of 3 classes")
+    summary = Run("outputs/run").summary
+    assert summary["data"]["images"].startswith("12 + 12 images of 3 classes")
+    assert summary["top5_last"] == 100 > summary["top1_last"]  # there are only three classes
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -127,9 +129,12 @@ def test_labels_that_are_none_are_refused_with_the_first_place(here: Path, name:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("+dataset.options.size=3",), "dataset.options.size must be null"),
-        (("~dataset.options.name",), "dataset.options.name is not set"),
-        (("dataset.root=x",), "dataset.root must be null"),
+        (
+            ("+dataset.options.size=3",),
+            "unexpected keyword argument 'size'; its arguments are name",
+        ),
+        (("~dataset.options.name",), "missing a required argument: 'name'"),
+        (("dataset.root=x",), "unexpected keyword argument 'root'"),
     ],
 )
 def test_arguments_that_a_function_does_not_take_are_named(
@@ -260,7 +265,7 @@ def test_run_without_a_checkpoint_begins_anew_on_mended_images(
     image = here / "d" / "train" / "ant" / "2.png"
     content = image.read_bytes()
     image.write_bytes(b"none")
-    monkeypatch.setattr(sources, "MOST_MEMORY", 0)
+    monkeypatch.setattr(halves, "MOST_MEMORY", 0)
     words = [*FOLDER, "name=mine", "resume=auto"]
     failed = train(*words)
     assert failed.status == 1 and "ant/2.png" in failed.err

@@ -6,8 +6,8 @@ import yaml
 
 from reproduction.config import CONF_DIR, ROOT
 from reproduction.runs import changes_result, flat
-from reproduction.studies.page import results_page
-from reproduction.studies.table import value_text
+from reproduction.studies.published import results_page
+from reproduction.studies.text import value_text
 from tests.doors import dry
 
 DOCS = ROOT / "docs"

@@ -1,7 +1,11 @@
 """Pictures and the report of a run, look.py, and the page of the paper's tables."""
 
 import base64
+import contextlib
+import html
 import re
+import shutil
+import subprocess
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -40,36 +44,88 @@ def finished(model: Run, name: str, seed: int = 0, **summary: object) -> Path:
     return folder
 
 
-def test_page_shows_the_papers_rows_with_our_results(trained: Run):
+def write_rows(trained: Run) -> None:
+    """Writes runs of rows of the paper, and one that is of none."""
     for seed in range(3):
         finished(trained, f"base-{seed}", seed, top1_last=80.0 + seed)
         run = finished(trained, f"htm-{2 - seed}", 2 - seed, top1_last=85.0 - 2 * seed)
-        finished(trained, f"tau1-{seed}", seed)
+        failed = {"status": "failed", "error": "<script>alert(1)</script>"} if seed == 2 else {}
+        finished(trained, f"tau1-{seed}", seed, **failed)
     for name in ("saliency", "mixed_samples"):
         Image.new("RGB", (60, 30)).save(run / f"{name}.png")
-    error = "<script>alert(1)</script>"
-    finished(trained, "htm-9", 2, status="failed", error=error)
-    finished(trained, "base-7", 7, top1_last=89.0)  # more seeds than the study's
+    (run / "report.md").touch()
+    finished(trained, "base-7", 7, top1_last=89.0)  # of none of the seeds
     finished(trained, "other-0")
     Path("outputs/notes").mkdir()
-    result = script("report")
-    assert result.status == 0 and result.out.strip() == "outputs/report/index.html", result.err
-    page = Path("outputs/report/index.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def report(trained: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the report of these runs."""
+    with contextlib.chdir(tmp_path_factory.mktemp("page")):
+        write_rows(trained)
+        result = script("report")
+        assert result.status == 0 and "outputs/report/index.html" in result.out, result.err
+        return Path("outputs/report").absolute()
+
+
+def test_the_page_begins_with_what_was_run(report: Path):
+    page = (report / "index.html").read_text()
     assert "83.00 +/- 2.00" in page and "CCT-7/3x1(1500) + HTM + VTM" in page
     assert "WARNING" not in page and "<script>" not in page and "&lt;script&gt;alert(1)" in page
-    assert "<td>86.57</td>" in page and "<td>87.34</td>" in page  # parameters, counted
+    assert ">86.57</td>" in page and ">87.34</td>" in page  # parameters, counted
+    assert page.index("<img") < page.index("<table") < page.index("ResNet18")
+    begun = re.findall(r"<h3><a href=\"#(\S+)\">", page)
+    assert begun == [
+        "table1",
+        "table3",
+        "table4",
+        "table5",
+        "sweep-tau",
+        "sweep-rho",
+        "sweep-kappa",
+    ]
     images = [base64.b64decode(x) for x in re.findall(r"base64,([^\"]+)", page)]
-    assert len(images) == 4  # two sweeps with runs, Figures 3 and 4
-    assert page.count("No run of it is finished.") >= 2  # the sweep of kappa, mixed pairs
-    numbers = pd.read_csv("outputs/report/table1.csv")
-    top1 = numbers[numbers.outcome == "top1_last"].set_index("label")
-    row = top1.loc["table1/cifar100_htm"]
+    assert len(images) == len(begun) + 2  # and Figures 3 and 4
+    assert "6 of 24 planned runs are finished" in page  # of Table 1
+    assert 'href="../htm-0/saliency.png"' in page and 'href="../base-2/"' in page
+    folded = re.findall(r"(?s)<summary>Rows without a run</summary>(.*?)</details>", page)
+    assert any("ResNet18" in part for part in folded)
+    assert not any(">83.00 +/- 2.00" in part for part in folded)
+    numbers = pd.read_csv(report / "table1.csv")
+    top1 = numbers[numbers.outcome == "top1"].set_index("row")
+    row = top1.loc["cifar100_htm"]
     assert row["mean"] == pytest.approx(83) and row.difference == pytest.approx(2)
-    assert top1.n["table1/cifar100_baseline"] == 4
     assert row.printed_difference == pytest.approx(83.56 - 82.87)
-    assert len(top1) == 8 + 28 and top1.loc["table1/cifar100_vtm"].n == 0
-    sweep = pd.read_csv("outputs/report/sweep-tau.csv").set_index("row")
-    assert sweep.n[sweep.outcome == "top1_last"]["tau=2"] == 3  # the paper's own value
+    assert len(top1) == 8 + 28 and top1.loc["cifar100_vtm"].n == 0
+    assert {*top1.column} == {"CIFAR-10", "CIFAR-100"}
+    (text,) = (x for x in page.split("<h2") if 'id="table1"' in x)
+    assert {"CIFAR-100: held-out loss", "CIFAR-100: top-5"} <= {*re.findall("<h4>(.*?)</h4>", text)}
+    sweep = pd.read_csv(report / "sweep-tau.csv")
+    point = sweep[(sweep["augmentation.htm.tau"] == 2) & (sweep.outcome == "top1")]
+    assert point.n.tolist() == [3]  # the paper's own value, which is not compared with itself
+    assert point.compared_with.isna().all() or point.pairs.isna().all()
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_page_has_no_horizontal_bar(report: Path, width: int):
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("opens the page in chromium, which is not installed")
+    page = (report / "index.html").read_text().replace("<details", "<details open")
+    frame = f'<iframe id="page" width="{width}" height="900" srcdoc="{html.escape(page)}"></iframe>'
+    measure = (
+        "onload = () => { const page = document.getElementById('page').contentDocument;"
+        "document.title = `${page.documentElement.scrollWidth} ${page.images.length}` }"
+    )
+    Path("frame.html").write_text(f"<title></title>{frame}<script>{measure}</script>")
+    words = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run")
+    more = ("--disable-background-networking", "--user-data-dir=profile", "--dump-dom")
+    address = Path("frame.html").absolute().as_uri()
+    command = [chromium, *words, *more, "--window-size=1400,1000", address]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    seen, images = re.search(r"<title>(\d+) (\d+)</title>", found.stdout).groups()  # type: ignore
+    assert int(images) == 9 and int(seen) <= width
 
 
 WRONG = [("--outputs", "nowhere"), ("--scale", "huge"), ("--x",)]

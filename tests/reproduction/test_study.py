@@ -1,5 +1,6 @@
 """Studies as files: what they plan, and that reproduce.py trains each run once and resumes."""
 
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -8,11 +9,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 import yaml
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from tests.doors import ROOT, Run, same, script
+from tests.doors import ROOT, Run, same, script, train
 from tests.images import OWN, disturbed
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -48,7 +50,9 @@ def listed(*words: str) -> list[dict[str, str]]:
     lines = [x for x in result.out.splitlines() if x.startswith("|")]
     head, _, *rows = ([x.strip() for x in line.split("|")[1:-1]] for line in lines)
     assert result.out.rstrip().splitlines()[-1].startswith(f"{len(rows)} run")
-    return [dict(zip(head, row, strict=True)) for row in rows]
+    folders = dict(re.findall(r"^(\d+): (\S+)$", result.out, re.M))
+    named = [dict(zip(head, row, strict=True)) for row in rows]
+    return [{**row, "folder": folders[row["task"]]} for row in named]
 
 
 @pytest.mark.parametrize("scale", ["full", pytest.param("smoke", marks=pytest.mark.slow)])
@@ -92,6 +96,42 @@ def test_a_study_is_planned_seed_by_seed_with_its_rows(path: Path):
     assert 0 < len(smoke) <= len(content["rows"]) and {run["seed"] for run in smoke} == {str(first)}
 
 
+def test_a_list_of_runs_fits_a_terminal_and_names_the_points_of_a_sweep():
+    result = script("reproduce", "table1", "dry_run=1")
+    listed, _, _ = result.out.partition("not here")
+    assert max(map(len, listed.splitlines())) <= 80, listed
+    shown = train("-m", "recipe.lr=1,2", "seed=0,1", "dry_run=1").out
+    assert re.findall(r"\| +(lr=\d) \|", shown) == ["lr=1", "lr=1", "lr=2", "lr=2"]
+
+
+REFUSED = [  # by training, at a point that is not the first
+    ("augmentation.htm.layer=1,9", "augmentation=[htm]"),
+    ("dataset.limit=60,5",),
+    ("name=a,a",),
+    ("recipe.grad_accum_steps=1,1000",),
+    ("device=cpu", "recipe.precision=float32,float16"),
+]
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=lambda words: words[0])
+def test_what_a_dry_run_lists_starts(words: tuple[str, ...]):
+    """What training refuses is refused by a dry run, in the same line."""
+    dry, real = train("-m", *words, "dry_run=1"), train("-m", *words)
+    assert dry.status == real.status == 2 and dry.err == real.err
+    assert len(dry.lines) == 1 and not [*Path().iterdir()]
+
+
+def test_what_only_this_machine_lacks_is_a_remark_of_a_dry_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    words = ("experiment=table1/cifar10_htm", "device=cuda")
+    shown = train(*words, "dry_run=1")
+    assert shown.status == 0 and "1 run: 1 not started" in shown.out
+    assert "not here: device=cuda" in shown.out and "cifar10 is not here" in shown.out
+    bad = train(*words, "augmentation.htm.layer=99", "dry_run=1")
+    assert bad.status == 2 and "layer" in bad.err
+    assert train(*words).status == 2 and not [*Path().iterdir()]
+
+
 def test_the_last_word_counts_and_a_scale_has_its_own_folder():
     runs = listed("table4", "seeds=1", "scale=smoke", "recipe.epochs=3")
     assert all(run["folder"].startswith("outputs/smoke/table4-") for run in runs)
@@ -99,10 +139,41 @@ def test_the_last_word_counts_and_a_scale_has_its_own_folder():
     assert not {run["folder"] for run in runs} & {run["folder"] for run in plain}
 
 
+SWEPT = {
+    "slow": ["recipe.lr=1e-3", "recipe.weight_decay=0,0.1"],
+    "fast": {
+        "overrides": ["recipe.lr=1e-2", "recipe.weight_decay=0,0.1"],
+        "against": "slow",
+    },
+}
+
+
+def test_each_point_of_each_sweep_is_a_row_and_sweeps_are_compared_point_by_point():
+    content = yaml.safe_load(STUDY) | {"rows": SWEPT, "seeds": 2}
+    Path("two.yaml").write_text(yaml.safe_dump(content))
+    planned = listed("two.yaml")
+    assert len({run["row"] for run in planned}) == 4 and len(planned) == 8
+    assert len({run["folder"] for run in planned}) == 8
+    assert script("reproduce", "two.yaml", "seeds=1").status == 0
+    (path,) = Path("outputs/report").glob("two-seeds=1.csv")
+    rows = pd.read_csv(path).query("outcome == 'top1'")
+    assert rows["recipe.weight_decay"].tolist() == [0, 0.1] * 2
+    top1 = {(x["row"], x["recipe.weight_decay"]): x for _, x in rows.iterrows()}
+    for decay in (0, 0.1):
+        slow, fast = top1["slow", decay], top1["fast", decay]
+        assert fast["difference"] == pytest.approx(fast["mean"] - slow["mean"])
+        assert fast["compared_with"] == f"slow,weight_decay={decay:g}"
+        assert pd.isna(slow["compared_with"])
+
+
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
         ({"rows": {"htm": {"overrides": [], "against": "nothing"}}}, "against=nothing"),
+        ({"rows": {"htm": {"overrides": [], "against": "htm"}}}, "against=htm"),
+        ({"rows": SWEPT | {"a": {"overrides": [], "against": "slow"}}}, "a.against=slow: is a sw"),
+        ({"rows": SWEPT | {"a": {"overrides": ["recipe.lr=1,2"], "against": "slow"}}}, "against"),
+        ({"tested": "accuracy"}, "tested"),
         ({"rows": {}}, "rows"),
         ({"rows": {"a/b": []}}, "a/b"),
         ({"row": {}}, "row"),
@@ -161,16 +232,17 @@ def folders() -> dict[str, Run]:
 
 
 def test_each_run_of_a_study_is_trained_once_and_its_table_written():
-    assert "3 runs: 3 finished" in reproduce()
+    text = reproduce()
+    assert "3 of 3 runs are finished" in text and re.search(r"\| random +\| +1 \|", text)
     assert {run.checkpoint()["step"] for run in folders().values()} == {4}
     seconds = folders()["htm"].summary["seconds"]
     numbers = pd.read_csv("outputs/report/three.csv")
     assert set(numbers.n) == {1} and set(numbers.row) == {"plain", "htm", "random"}
-    first = numbers[numbers.outcome == "top1_last"].set_index("row")
+    first = numbers[numbers.outcome == "top1"].set_index("row")
     top1 = {name: run.summary["top1_last"] for name, run in folders().items()}
     assert first["mean"].to_dict() == pytest.approx(top1)
     folders()["htm"].path.rename("outputs/mine")  # an equal run counts under any name
-    assert "3 runs: 3 finished" in reproduce()
+    assert "3 of 3 runs are finished" in reproduce()
     assert Run("outputs/mine").summary["seconds"] == seconds
     assert len([*Path("outputs").glob("*/config.yaml")]) == 3
     assert [run["status"] for run in listed("three.yaml")] == ["finished"] * 3
@@ -194,7 +266,7 @@ def test_a_failed_run_is_named_and_the_others_go_on():
     with disturbed("fail", at=40):
         result = script("reproduce", "own.yaml")
     assert result.status == 1
-    assert "own-bad-s0-" in result.lines[-1] and "1 failed, 1 finished" in result.out
+    assert "own-bad-s0-" in result.lines[-1] and "1 of 2 runs are finished, 1 failed" in result.out
     assert script("reproduce", "own.yaml").status == 0
     assert [run["status"] for run in listed("own.yaml")] == ["finished"] * 2
 
@@ -202,7 +274,7 @@ def test_a_failed_run_is_named_and_the_others_go_on():
 @pytest.mark.parametrize("jobs", [[], ["jobs=2"]], ids=["in turn", "processes"])
 def test_a_study_of_which_no_run_begins_tells_why(jobs: list[str]):
     text = reproduce("logger=wandb", "logger.wandb.mode=bogus", *jobs, status=2)
-    assert text.count("bogus") == 3 and "3 runs: 3 not started" in text
+    assert text.count("bogus") == 3 and "0 of 3 runs are finished, 3 not started" in text
 
 
 def test_a_damaged_folder_is_named_before_any_run_starts():
@@ -211,16 +283,15 @@ def test_a_damaged_folder_is_named_before_any_run_starts():
     summary.write_text("x")
     (line,) = reproduce(status=2).splitlines()
     assert str(summary) in line
-    for damaged in (summary, summary.with_name("config.yaml")):
-        damaged.write_text("x")
-        assert listed("three.yaml")[0]["status"].startswith("unusable")
+    (line,) = reproduce("dry_run=1", status=2).splitlines()
+    assert str(summary) in line
 
 
 @pytest.mark.slow
 def test_a_table_of_the_paper_trains_at_smoke_scale():
     narrow = ("model.embed_dim=16", "model.depth=4", "model.image_size=20", "device=cpu")
     result = script("reproduce", "table3", "scale=smoke", *narrow)
-    assert result.status == 0 and "4 runs: 4 finished" in result.out, result.err
+    assert result.status == 0 and "4 of 4 runs are finished" in result.out, result.err
 
 
 def test_digits_are_written_as_two_halves(here: Path):

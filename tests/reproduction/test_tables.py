@@ -195,7 +195,7 @@ def test_a_row_that_mixed_nothing_says_so(trained: Run):
         idle = {"mixed_share": 1.0, "mixed_tokens": 0.0, "top1_last": 80.0 + seed**2}
         write(trained, f"idle{seed}", {RHO: 1.0}, seed, **idle)
     _, text = table("--against", "rho=auto")
-    rows = [line for line in text.splitlines() if "mixed nothing" in line]
+    rows = [line for line in text.splitlines() if "replaced no token" in line]
     assert len(rows) == 1 and rows[0].startswith("|") and "100.0" in rows[0]
 
 
@@ -230,9 +230,46 @@ def test_a_sweep_ends_with_its_table_and_plot():
     assert result.status == 0, result.err
     (row,) = (x for x in result.out.splitlines() if re.match(r"\| +inf ", x))
     assert row.split("|")[2].strip() == "2" and "100.0" in row  # two seeds, all samples mixed
-    assert {path.name for path in Path("outputs/report").iterdir()} == {
-        *("tau.md", "tau.csv", "tau.png", "tau.pdf")
-    }
+    first = {path: path.read_bytes() for path in Path("outputs/report").iterdir()}
+    assert {path.suffix for path in first} == {".md", ".csv", ".png", ".pdf"}
+    (page,) = (text.decode() for path, text in first.items() if path.suffix == ".md")
+    assert "`augmentation.htm.tau`" in page and "`recipe.max_steps=2`" in page
+    other = [word.replace("max_steps=2", "max_steps=3") for word in words]
+    assert train("-m", *other, "augmentation=[htm]").status == 0
+    second = {*Path("outputs/report").iterdir()} - first.keys()
+    assert len(second) == 4 and all(path.read_bytes() == text for path, text in first.items())
+    assert train("-m", *words, "augmentation=[htm]", "resume=auto").status == 0
+    assert {*Path("outputs/report").iterdir()} == first.keys() | second
+
+
+def test_runs_with_a_split_are_judged_on_it_and_the_test_set_stands_beside(trained: Run):
+    """Validation prefers tau=1, the test set tau=2: p and difference are those of validation."""
+    gains = np.random.default_rng(3).normal(0, 0.5, (2, 4))
+    for seed in range(4):
+        for tau, val, test in ((1.0, 90.0, 60.0), (2.0, 80.0, 79.0)):
+            split = {"val_top1_last": val + gains[int(tau) - 1, seed], "top1_last": test}
+            split |= {"selected_epoch": 1, "top1_selected": test, "val_top1_selected": val}
+            settings = {TAU: tau, "dataset.validation": 0.1}
+            write(trained, f"{tau}-{seed}", settings, seed, **split)
+    numbers, text = table("--against", "tau=1")
+    row = numbers[numbers.tau == 2].iloc[0]
+    ours, base = 80 + gains[1], 90 + gains[0]
+    assert (row.outcome, row.half) == ("top1", "validation")
+    assert row.difference == pytest.approx((ours - base).mean())
+    assert row.p == pytest.approx(ttest_rel(ours, base).pvalue)
+    assert "validation top-1 [%]" in text and "Judged on the validation split" in text
+    assert re.search(r"test top-1 \[%\]", text) and "79.00" in text and "+19" not in text
+
+
+def test_a_table_does_not_merge_runs_whose_data_differ(trained: Run):
+    """Of the runs on a data set those count whose images are those of the newest."""
+    images = {"images": "54 images", "pixels": "1"}
+    for seed, record in enumerate([images, images, images | {"pixels": "2"}, {}]):
+        folder = write(trained, str(seed), {}, seed, top1_last=80.0 + seed, data=record)
+        os.utime(folder / "summary.json", (1_000_000 + seed,) * 2)
+    numbers, text = table()
+    assert numbers.n.tolist() == [2] and numbers["mean"].tolist() == [82.5]
+    assert text.count("not counted: ") == 2 and "has other pixels" in text
 
 
 @pytest.mark.parametrize(
@@ -270,8 +307,9 @@ def study(text: str, seeds: int) -> pd.DataFrame:
     Path("mine.yaml").write_text(text)
     result = script("reproduce", "mine.yaml", f"seeds={seeds}")
     assert result.status == 0, result.err
-    numbers = pd.read_csv("outputs/report/mine.csv").set_index("row")
-    return numbers[numbers.outcome == yaml.safe_load(text).get("tested", "top1_last")]
+    newest = max(Path("outputs/report").glob("mine*.csv"), key=os.path.getmtime)
+    numbers = pd.read_csv(newest).set_index("row")
+    return numbers[numbers.outcome == "loss"]
 
 
 def copy(run: Run, seed: int, **summary: Any) -> None:
@@ -299,18 +337,29 @@ def test_a_study_may_test_the_loss_with_a_primary_and_an_untested_row():
     assert rows.p[["b", "c", "d"]].tolist() == pytest.approx([p[x] for x in "bcd"])
     assert rows.p_holm[["c", "d"]].to_dict() == pytest.approx(holm({x: p[x] for x in "cd"}))
     assert rows[["p", "p_holm"]].loc["a"].isna().all() and pd.isna(rows.p_holm["b"])
-    text = Path("outputs/report/mine.md").read_text()
+    text = Path("outputs/report/mine-seeds=4.md").read_text()
     assert "primary" in text and "untested" in text
     for folder in ("results", "docs"):
         Path(folder).mkdir()
     looks = ROWS.replace("rows:", "first_seed: 1\nseeds: 4\nlooks: {2: 0.01, 4: 0.04}\nrows:")
     Path("results/mine.yaml").write_text(looks)
-    for run in sorted(Path("outputs").glob("mine-*-[1-4]"))[:-1]:  # seed 4 lacks a row
-        assert script("report", "--publish", str(run), "results/mine.jsonl").status == 0
+    each = sorted(Path("outputs").glob("mine-*-[1-4]"), key=lambda path: path.name[-1])
+    later = [run for run in each if run.name[-1] in "34"]
+    first = [run for run in each if run.name[-1] in "12"]
+    for published, state in (
+        ([*first[1:], *later], "3 seeds are whole, none has been reached"),  # seed 1 lacks a row
+        (first[:1], "4 seeds are whole, this is the look at 4, seeds 1 to 4"),
+    ):
+        for run in published:
+            assert script("report", "--publish", str(run), "results/mine.jsonl").status == 0
+        assert script("report", "--results", "results").status == 0
+        assert state in Path("docs/results.md").read_text()
+    lines = Path("results/mine.jsonl").read_text().splitlines()
+    Path("results/mine.jsonl").write_text("".join(f"{x}\n" for x in lines if '"seed": 4' not in x))
     assert script("report", "--results", "results").status == 0
     page = Path("docs/results.md").read_text()
-    mean = fmean(losses["a"][:2])
-    assert "3 are whole, this is the look at 2" in page
+    mean = fmean(losses["a"][:2])  # of seeds 1 and 2, although 3 are whole
+    assert "3 seeds are whole, this is the look at 2, seeds 1 to 2" in page
     assert re.search(rf"\| a +\| +2 \| +{mean:.3f} ", page)
 
 
@@ -339,11 +388,12 @@ def test_a_published_run_is_a_line_from_which_its_row_is_known(trained: Run):
     ):  # not of the study
         result = script("report", "--publish", str(write(trained, name, settings, seed)), words[-1])
         assert (result.status, len(result.lines)) == (2, 1) and "of mine.yaml" in result.err
-    config = run / "config.yaml"
-    for root in ("images", Path("images").absolute()):  # as the study spells it
+    shutil.copytree(run, "outputs/copied")
+    for folder, root in ((run, "images"), (run, "./images/"), (Path("outputs/copied"), "images")):
+        config = folder / "config.yaml"
         config.write_text(config.read_text().replace("root: images", f"root: {root}"))
-        assert script(*words).status == 0  # the line of the same run is replaced
-        (line,) = map(json.loads, Path("mine.jsonl").read_text().splitlines())
+        assert script(words[0], words[1], str(folder), words[-1]).status == 0
+        (line,) = map(json.loads, Path("mine.jsonl").read_text().splitlines())  # is replaced
         assert line["name"] == "mine" and line["config"][TAU] == "auto"
         assert line["config"]["dataset.root"] == "images"
 

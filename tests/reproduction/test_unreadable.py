@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from reproduction.data import sources
-from tests.doors import SMALL, Result, Run, evaluate, same, train
+from reproduction.data import halves
+from reproduction.data.sources import opened
+from tests.doors import SMALL, Result, Run, config_of, evaluate, same, train
 from tests.images import OWN, disturbed, unreadable, write_images
 
 NO_LIMITS = tuple(x for x in SMALL if "limit" not in x)
@@ -84,7 +85,7 @@ def test_files_and_images_in_memory_go_the_same_way(
     root = write_images(here / "images", ["ant", "bee"], train=60, held_out=2, size=16)
     broken = root / "train" / "ant" / "9.png"  # the last of its class, by name
     broken.write_bytes(b"none")
-    monkeypatch.setattr(sources, "MOST_MEMORY", memory)
+    monkeypatch.setattr(halves, "MOST_MEMORY", memory)
     (line,) = warnings_of(train(*FOLDER, "name=mine"))
     assert str(broken.relative_to(here)) in line
     assert Run("outputs/mine").checkpoint()["unreadable"].keys() == {59}
@@ -102,7 +103,7 @@ def test_an_error_of_the_system_is_no_unreadable_image(
     lost = root / "train" / "bee" / "7.png"
     lost.unlink()
     lost.symlink_to("/proc/self/mem")
-    monkeypatch.setattr(sources, "MOST_MEMORY", 0)
+    monkeypatch.setattr(halves, "MOST_MEMORY", 0)
     result = train(*FOLDER, "name=mine", f"dataset.workers={workers}")
     assert (result.status, len(result.lines)) == (1, 1), result.err
     assert "images/train/bee/7.png: Input/output error" in result.err
@@ -111,11 +112,10 @@ def test_an_error_of_the_system_is_no_unreadable_image(
 def test_a_machine_holds_decoded_images_once_over_its_ranks(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """All that fit: first those to train on, then the held-out ones."""
     root = write_images(here / "images", ["ant", "bee"], train=4, held_out=2, size=16)
-    data = sources.image_folder(str(root))
-    halves = [sources.Half.of(items, items.targets) for items in data]
-    both = sources.Data(halves[0], halves[1], ["ant", "bee"])
-    monkeypatch.setattr(sources, "MOST_MEMORY", 12 * 3 * 16 * 24)  # all 12 images
+    data = opened(config_of("dataset=image_folder", f"dataset.root={root}").dataset)
+    monkeypatch.setattr(halves, "MOST_MEMORY", 12 * 3 * 16 * 24)  # bytes of all 12 images
     for ranks, is_held in ((1, (True, True)), (2, (False, True)), (4, (False, False))):
-        held = sources.in_memory(both, ("train", "held_out"), ranks)
+        held = halves.in_memory(data, ("train", "held_out"), ranks)
         assert (held.train.decoded is not None, held.held_out.decoded is not None) == is_held

@@ -199,7 +199,16 @@ KINDS: dict[str, Kind] = {
     "hiera": staged("hiera_tiny_224", (0, 1, 3, 5, 9), 64, "blocks", img_size=64, embed_dim=24),
 }
 QUICK = (  # the others are like one of these
-    *("vit", "normed queries", "naflexvit", "eva02", "rope of each block", "dinov3", "grouped"),
+    *(
+        "vit",
+        "registers",
+        "normed queries",
+        "naflexvit",
+        "eva02",
+        "rope of each block",
+        "dinov3",
+        "grouped",
+    ),
     *(
         "beit",
         "relpos, class token",

@@ -445,6 +445,30 @@ def test_detectors_compare_the_rows_and_blocks_that_they_name(settings: dict[str
     assert not found.requires_grad
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"vtm": {"layer": 2, "kappa": 4}},
+        {"vtm": {"layer": [2, 3], "kappa": 4}, "htm": {"layer": 1, "tau": INF, "rho": 0.0}},
+    ],
+    ids=["vtm", "both"],
+)
+def test_a_pass_leaves_the_generator_where_the_plain_model_does(settings: dict[str, Any]):
+    """So that what is drawn after it, such as the next step's dropout, is the plain model's."""
+    options = {"pos_drop_rate": 0.1, "proj_drop_rate": 0.5, "drop_path_rate": 0.5}
+    images, targets = torch.randn(3, 3, 32, 32), torch.eye(CLASSES)[:3]
+    plain = small_vit(**options).train()
+    module = attach(small_vit(**options), CLASSES, **settings).train()
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    plain(images)
+    expected = torch.get_rng_state()
+    torch.manual_seed(7)
+    output = module(images, targets)
+    assert torch.equal(torch.get_rng_state(), expected) and not torch.equal(expected, before)
+    assert output.layers == () or output.mask.any()
+
+
 # ScoreNet, VTM, manifold mixup
 
 
@@ -471,6 +495,17 @@ def test_excess_leaves_out_the_floor_of_the_difficulty(keep: float, smoothing: f
     assert 0 <= difficulty(best, targets, "excess").item() < 1e-6
     gap = difficulty(logits, targets) - difficulty(logits, targets, "excess")
     assert gap.item() == pytest.approx(floor, abs=1e-4)
+
+
+def test_excess_is_the_divergence_of_each_sample_from_its_label():
+    """sum of t (log t - log p), written out; a class that a label leaves out adds nothing."""
+    logits, targets = torch.randn(3, 4), torch.tensor([[0.7, 0.2, 0.1, 0.0], [1.0, 0, 0, 0]])
+    targets = torch.cat([targets, torch.full((1, 4), 0.25)])
+    found = difficulty(logits, targets, "excess")
+    for i in range(3):
+        p = logits[i].exp() / logits[i].exp().sum()
+        terms = [float(t * (t / q).log()) for t, q in zip(targets[i], p, strict=True) if t > 0]
+        assert float(found[i]) == pytest.approx(sum(terms), abs=1e-5)
 
 
 @pytest.mark.parametrize("pooling", ["attention", "average", "class_token"])

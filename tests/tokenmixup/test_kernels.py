@@ -17,10 +17,10 @@ from tests.tokenmixup.matrices import Matrix, deficit, matrices
 
 pytest.importorskip("triton")
 
-from tokenmixup import kernels
+from tokenmixup import assignment_kernel, attention_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PTXAS = Path(str(kernels.triton.__file__)).parent / "backends/nvidia/bin/ptxas"
+PTXAS = Path(str(assignment_kernel.triton.__file__)).parent / "backends/nvidia/bin/ptxas"
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def loss_of(matrix: Matrix, module: ModuleType = kernels) -> float:
+def loss_of(matrix: Matrix, module: ModuleType = assignment_kernel) -> float:
     return deficit(matrix, module.device_donors(matrix.gain.to(DEVICE), matrix.is_easy.to(DEVICE)))
 
 
@@ -49,10 +49,10 @@ def test_donors_of_larger_batches_gain_as_much_as_scipys(b: int, share: float):
 
 
 def test_donors_are_right_in_several_tiles_and_in_every_run(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kernels, "TILE", 64)  # 4 of 16 rows
+    monkeypatch.setattr(assignment_kernel, "TILE", 64)  # 4 of 16 rows
     for matrix in islice(matrices(13, 0.8), 4):
         assert loss_of(matrix) <= 13 * 2**-28, matrix.kind
-        one, other = (kernels.device_donors(*matrix[1:]) for _ in range(2))
+        one, other = (assignment_kernel.device_donors(*matrix[1:]) for _ in range(2))
         assert torch.equal(one, other)
 
 
@@ -62,10 +62,10 @@ def test_a_gain_that_is_not_finite_gives_easy_samples_no_donor(bad: float):
     gain[2, 3] = bad
     is_easy = torch.ones(6, dtype=torch.bool)
     is_easy[4] = False
-    donor = kernels.device_donors(gain.to(DEVICE), is_easy.to(DEVICE))
+    donor = assignment_kernel.device_donors(gain.to(DEVICE), is_easy.to(DEVICE))
     assert donor.tolist() == [-1, -1, -1, -1, 4, -1]
     is_easy[2] = False  # the gains of a hard sample do not matter
-    donor = kernels.device_donors(gain.to(DEVICE), is_easy.to(DEVICE))
+    donor = assignment_kernel.device_donors(gain.to(DEVICE), is_easy.to(DEVICE))
     assert (donor >= 0).all()
 
 
@@ -80,6 +80,10 @@ MISTAKES = {
     ),
     "searches stop early": ("while row >= 0:", "while (row >= 0) & (reached <= 0):"),
     "cheap donors stay free": ("if easy_rows < b:", "if easy_rows < 0:"),
+    "prices are forgotten between the kernels": (
+        "price, owner = tl.load(price_ptr",
+        "price, owner = 0 * tl.load(price_ptr",
+    ),
 }
 
 
@@ -89,7 +93,7 @@ MISTAKES = {
 def test_mistakes_in_the_assignment_are_noticed(mistake: str, tmp_path: Path):
     """A search that never ends is noticed, too."""
     right, wrong = MISTAKES[mistake]
-    text = Path(str(kernels.__file__)).read_text()
+    text = Path(str(assignment_kernel.__file__)).read_text()
     assert text.count(right) == 1
     (tmp_path / "mistaken.py").write_text(text.replace(right, wrong))
     script = (
@@ -115,7 +119,7 @@ def test_attention_received_equals_the_mean_of_the_map(dtype, rows: int, keys: i
     qkv = torch.randn(2, keys, 3, 2, e, device=DEVICE).to(dtype)
     q, k, _ = qkv.permute(2, 0, 3, 1, 4)  # b h n e, as views of the projections
     q = q[:, :, :rows]
-    found = kernels.received(q, k, 0.7)
+    found = attention_kernel.received(q, k, 0.7)
     expected = (q.float() @ k.float().mT * 0.7).softmax(dim=-1).mean(dim=(1, 2))
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
@@ -123,7 +127,7 @@ def test_attention_received_equals_the_mean_of_the_map(dtype, rows: int, keys: i
 def test_scores_that_float16_cannot_hold_are_no_problem():
     q, k = torch.full((1, 1, 2, 16), 200.0), torch.full((1, 1, 3, 16), 200.0)
     k[0, 0, 1] = -200
-    found = kernels.received(q.half().to(DEVICE), k.half().to(DEVICE), 1.0)
+    found = attention_kernel.received(q.half().to(DEVICE), k.half().to(DEVICE), 1.0)
     assert found.tolist() == [[0.5, 0, 0.5]]
 
 
@@ -132,7 +136,7 @@ import subprocess, sys, triton
 from triton.compiler import ASTSource
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
-from tokenmixup import kernels
+from tokenmixup import assignment_kernel as assignment, attention_kernel as attention
 arch = int(sys.argv[1])
 
 def compiled(function, types, constants, warps):
@@ -147,15 +151,16 @@ def compiled(function, types, constants, warps):
     end = subprocess.run(command, input=ptx, capture_output=True, check=True)
     print(function.__name__, kernel.metadata.shared, *end.stderr.decode().split())
 
-types = {"gain": "*fp64", "easy": "*i1", "cost": "*i32", "kernel": "*fp32", "donor": "*i64"}
-types = {f"{name}_ptr": kind for name, kind in types.items()}
+types = {"gain_ptr": "*fp64", "easy_ptr": "*i1", "kernel_ptr": "*fp32", "donor_ptr": "*i64"}
+types |= {"cost_ptr": "*i32", "price_ptr": "*i32", "owner_ptr": "*i32"}
 for b in (128, 512):
-    constants = {"B": b, "R": min(b, kernels.TILE // b), "N": kernels.ITERATIONS}
-    constants |= {"BIDS": kernels.BIDS}
-    compiled(kernels._assign, types, constants, kernels.WARPS)
+    tile = {"B": b, "R": min(b, assignment.TILE // b)}
+    rounds = {"N": assignment.ITERATIONS, "BIDS": assignment.BIDS}
+    compiled(assignment._start, types, tile | rounds, assignment.WARPS)
+    compiled(assignment._search, types, {"B": b}, max(1, b // assignment.SEARCHED))
 types = {"q_ptr": "*bf16", "k_ptr": "*bf16", "out_ptr": "*fp32", "scale": "fp32"}
 for keys, e, rows in ((256, 64, 64), (512, 64, 32), (256, 128, 64)):
-    compiled(kernels._received, types, {"R": rows, "M": keys, "E": e}, 8)
+    compiled(attention._received, types, {"R": rows, "M": keys, "E": e}, attention.WARPS)
 """
 
 
@@ -169,7 +174,7 @@ def test_kernels_compile_without_spills(arch: int, shared: int):
     end = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert end.returncode == 0, end.stderr
     lines = end.stdout.splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 7
     for line in lines:
         name, held = line.split()[:2]
         assert int(held) <= shared, line

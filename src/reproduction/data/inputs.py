@@ -6,7 +6,7 @@ Letters: b batch, c classes, h w image.
 from collections.abc import Callable, Iterator, Sequence
 from math import exp, log, sqrt
 from random import Random
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +19,10 @@ from reproduction.data.seeding import Purpose, seed_of, seeded
 
 Normalize = Callable[[Tensor], Tensor]  # b 3 h w: uint8 -> float32
 Box = tuple[int, int, int, int]  # rows from, to; columns from, to
-# Of timm's random erasing: a box's share of the image, its height over its width, tries to fit it
-AREAS, LOG_RATIOS, ATTEMPTS = (0.02, 1 / 3), (log(0.3), log(1 / 0.3)), 10
+# Of timm's random erasing
+AREAS = (0.02, 1 / 3)  # a box's share of the image
+LOG_RATIOS = (log(0.3), log(1 / 0.3))  # its height over its width
+ATTEMPTS = 10  # to draw a box that fits
 
 
 class Draws(NamedTuple):
@@ -47,18 +49,24 @@ class Mixed(NamedTuple):
 
     def split(self, count: int) -> Iterator["Mixed"]:
         """Yields `count` consecutive parts, whose sizes differ by at most one."""
-        parts = (x.tensor_split(count) for x in (self.images, self.classes, self.partners))
-        for images, classes, partners in zip(*parts, strict=True):
+        parts = zip(
+            self.images.tensor_split(count),
+            self.classes.tensor_split(count),
+            self.partners.tensor_split(count),
+            strict=True,
+        )
+        for images, classes, partners in parts:
             yield self._replace(images=images, classes=classes, partners=partners)
 
     def targets(self, num_classes: int, smoothing: float) -> Tensor:
         """Returns soft targets `b c`: both classes by their weights, with smoothed labels."""
         off = smoothing / num_classes
-        own, others = (
-            one_hot(classes, num_classes, on_value=1 - smoothing + off, off_value=off)
-            for classes in (self.classes, self.partners)
-        )
-        rest = 1.0 - self.weight if self.rest is None else self.rest
+        on = 1 - smoothing + off
+        own = one_hot(self.classes, num_classes, on_value=on, off_value=off)
+        others = one_hot(self.partners, num_classes, on_value=on, off_value=off)
+        rest = self.rest
+        if rest is None:
+            rest = 1.0 - self.weight
         return own * self.weight + others * rest
 
 
@@ -66,7 +74,8 @@ def build_normalize(
     mean: Sequence[float], std: Sequence[float], device: torch.device | str
 ) -> Normalize:
     """Returns (x / 255 - mean) / std by channel, in two passes over the batch."""
-    shift, scale = (255 * torch.tensor(x, device=device)[:, None, None] for x in (mean, std))
+    shift = 255 * torch.tensor(mean, device=device)[:, None, None]
+    scale = 255 * torch.tensor(std, device=device)[:, None, None]
     return lambda images: (images - shift).div_(scale)
 
 
@@ -80,18 +89,23 @@ class InputMixing(Mixup):
     def draw(self, shape: torch.Size) -> Draws:
         """Returns the draws for images `b 3 h w`, from numpy's global generator, as timm's."""
         _, _, h, w = shape
-        share, is_cutmix = self._params_per_batch()
-        weight, box, swapped = share, None, np.zeros((1, 1, h, w), dtype=bool)
+        share, is_cutmix = self._params_per_batch()  # of the pixels
+        weight = share  # of the classes
+        box: Box | None = None
+        swapped = np.zeros((1, 1, h, w), dtype=bool)
         if is_cutmix and share != 1:
             place, weight = cutmix_bbox_and_lam(
                 shape, share, ratio_minmax=self.cutmix_minmax, correct_lam=self.correct_lam
             )
-            top, bottom, left, right = box = cast(Box, tuple(map(int, place)))
+            top, bottom, left, right = map(int, place)
+            box = top, bottom, left, right
             swapped[..., top:bottom, left:right] = True
             share = 1.0
-        ratios = np.array([share, 1 - share, weight, 1 - weight], np.float32)[:, None, None]
+        ratios = np.array([share, 1 - share, weight, 1 - weight], np.float32)
         return Draws(
-            for_device(ratios), for_device(swapped) if self.cutmix_alpha > 0 else None, box=box
+            ratios=for_device(ratios[:, None, None]),
+            swapped=for_device(swapped) if self.cutmix_alpha > 0 else None,
+            box=box,
         )
 
     def mix(self, images: Tensor, classes: Tensor, draws: Draws) -> Mixed:
@@ -102,7 +116,9 @@ class InputMixing(Mixup):
             images = images * own[..., None, None] + partners * others[..., None, None]
         if draws.swapped is not None:
             images = torch.where(draws.swapped, partners, images)
-        return Mixed(images, classes, classes.flip(0), weight, draws.box, rest)
+        return Mixed(
+            images, classes, partners=classes.flip(0), weight=weight, box=draws.box, rest=rest
+        )
 
 
 def for_device(values: np.ndarray) -> Tensor:
@@ -117,15 +133,19 @@ def build_input_mixing(stack: Augmentation) -> InputMixing | None:
     With both, a fair coin picks one of them for a batch, which is applied with its own `prob`.
     """
     mixup, cutmix = stack.mixup, stack.cutmix
-    shares = [0.0 if mix is None else mix.prob for mix in (mixup, cutmix)]
-    if mixup is None and cutmix is None:
-        return None
-    return InputMixing(
-        mixup_alpha=0.0 if mixup is None else mixup.alpha,
-        cutmix_alpha=0.0 if cutmix is None else cutmix.alpha,
-        prob=sum(shares) / (2 if mixup and cutmix else 1),
-        switch_prob=shares[1] / (sum(shares) or 1),
-    )
+    if mixup is not None and cutmix is not None:
+        both = mixup.prob + cutmix.prob
+        return InputMixing(
+            mixup_alpha=mixup.alpha,
+            cutmix_alpha=cutmix.alpha,
+            prob=both / 2,
+            switch_prob=cutmix.prob / both if both > 0 else 0.0,  # to CutMix
+        )
+    if mixup is not None:
+        return InputMixing(mixup_alpha=mixup.alpha, cutmix_alpha=0.0, prob=mixup.prob)
+    if cutmix is not None:
+        return InputMixing(mixup_alpha=0.0, cutmix_alpha=cutmix.alpha, prob=cutmix.prob)
+    return None
 
 
 class Erasing:
@@ -136,7 +156,8 @@ class Erasing:
     """
 
     def __init__(self, prob: float, mode: str, device: torch.device | str):
-        self.prob, self.mode = prob, mode
+        self.prob = prob
+        self.mode = mode
         self.device = torch.device(device)
         self.generator = torch.Generator(self.device)
 
@@ -156,7 +177,9 @@ class Erasing:
         if self.mode == "const":
             return torch.where(kept, images, 0.0)
         b, channels, h, w = images.shape
-        shape = (b, channels, h, w) if self.mode == "pixel" else (b, channels, 1, 1)
+        if self.mode == "rand":
+            h = w = 1
+        shape = (b, channels, h, w)
         noise = torch.randn(shape, device=self.device, generator=self.generator)
         return torch.where(kept, images, noise)
 
@@ -164,10 +187,13 @@ class Erasing:
 def _box(rng: Random, h: int, w: int) -> tuple[slice, slice]:
     """Draws a box of an image with the same numbers as timm: rows and columns, or none that fit."""
     for _ in range(ATTEMPTS):
-        area, ratio = rng.uniform(*AREAS) * (h * w), exp(rng.uniform(*LOG_RATIOS))
-        rows, columns = round(sqrt(area * ratio)), round(sqrt(area / ratio))
+        area = rng.uniform(*AREAS) * (h * w)
+        ratio = exp(rng.uniform(*LOG_RATIOS))
+        rows = round(sqrt(area * ratio))
+        columns = round(sqrt(area / ratio))
         if rows < h and columns < w:
-            top, left = rng.randint(0, h - rows), rng.randint(0, w - columns)
+            top = rng.randint(0, h - rows)
+            left = rng.randint(0, w - columns)
             return slice(top, top + rows), slice(left, left + columns)
     return slice(0), slice(0)
 
@@ -181,7 +207,9 @@ class TrainingInputs:
     """
 
     def __init__(self, normalize: Normalize, mixing: InputMixing | None, erase: Erasing | None):
-        self.normalize, self.mixing, self.erase = normalize, mixing, erase
+        self.normalize = normalize
+        self.mixing = mixing
+        self.erase = erase
 
     def __call__(self, images: Tensor, classes: Tensor, *key: int) -> Mixed:
         draws = self.draw(images.shape, *key)
@@ -193,7 +221,9 @@ class TrainingInputs:
         if self.mixing is not None:
             with seeded(Purpose.MIX_INPUTS, *key):
                 draws = self.mixing.draw(shape)
-        return draws if self.erase is None else draws._replace(kept=self.erase.draw(shape, *key))
+        if self.erase is not None:
+            draws = draws._replace(kept=self.erase.draw(shape, *key))
+        return draws
 
     def apply(self, images: Tensor, classes: Tensor, draws: Draws) -> Mixed:
         images = self.normalize(images)
@@ -217,7 +247,9 @@ class TrainingInputs:
 def build_training_inputs(config: Config, device: torch.device) -> TrainingInputs:
     """Returns normalisation, input mixup, CutMix and random erasing of recipe and stack."""
     normalize = build_normalize(config.dataset.mean, config.dataset.std, device)
-    x = config.recipe.transforms
-    erase = Erasing(x.erasing_prob, x.erasing_mode, device)
     mixing = build_input_mixing(config.augmentation)
-    return TrainingInputs(normalize, mixing, erase if x.erasing_prob > 0 else None)
+    transforms = config.recipe.transforms
+    erase = None
+    if transforms.erasing_prob > 0:
+        erase = Erasing(transforms.erasing_prob, transforms.erasing_mode, device)
+    return TrainingInputs(normalize, mixing, erase)

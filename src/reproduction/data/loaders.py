@@ -1,53 +1,28 @@
 """Loaders whose batches depend on seed and epoch only, not on workers or world size."""
 
 import math
-import multiprocessing
 import os
-import signal
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from multiprocessing.context import ForkContext, ForkProcess
-from multiprocessing.util import Finalize, get_temp_dir
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from timm.data import create_transform
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import BatchSampler, Dataset, Sampler
 
 from reproduction.config import Config
+from reproduction.data.halves import Half, Unreadable, check_share
 from reproduction.data.images import NoImage, read, rgb, upright
 from reproduction.data.inputs import build_normalize
 from reproduction.data.seeding import Purpose, preserved_generators, seed_generators
-from reproduction.data.sources import Half, Unreadable, check_share
-from reproduction.system import STOP_SIGNALS, OneLineError, PlainError, UserError
+from reproduction.data.workers import Example, Loader
+from reproduction.system import PlainError, UserError
 
 RATIO = (0.75, 1.3333)  # of a random crop, width / height
 Transform = Callable[[Image.Image], Tensor]
-
-# The name of a socket has at most 107 bytes; this is what multiprocessing adds to TMPDIR.
-LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
-SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108
-
-
-class Example(NamedTuple):
-    """An image for the model, and what was tried before it: index and reason of each image."""
-
-    image: Tensor  # 3 s s, uint8
-    target: int
-    unreadable: dict[int, str]
-
-
-class Batch(NamedTuple):
-    """Examples as the model takes them."""
-
-    images: Tensor  # b 3 s s, uint8
-    classes: Tensor  # b
-    unreadable: dict[int, str]
 
 
 @dataclass(frozen=True)
@@ -111,25 +86,31 @@ class TrainingBatches(Sampler[list[tuple[int, int]]]):
     """
 
     def __init__(self, num_images: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1):
-        self.num_images, self.seed, self.rank, self.ranks = num_images, seed, rank, ranks
+        self.num_images = num_images
+        self.seed = seed
+        self.rank = rank
+        self.ranks = ranks
         self.num_batches = math.ceil(num_images / batch_size)
         if num_images // self.num_batches < ranks:
             raise UserError(
                 f"devices={ranks}: {num_images} training images in batches of {batch_size} leave "
                 "some ranks without an image"
             )
-        self.epoch = self.first = 0
+        self.epoch = 0
+        self.first = 0
 
     def start_at(self, epoch: int, first: int) -> None:
         """Makes the next pass yield the batches of `epoch`, starting with batch `first`."""
-        self.epoch, self.first = epoch, first
+        self.epoch = epoch
+        self.first = first
 
     def __len__(self) -> int:
         return self.num_batches
 
     def global_size(self, batch: int) -> int:
         """Returns the number of images of a global batch."""
-        return self.num_images // self.num_batches + (batch < self.num_images % self.num_batches)
+        size, larger = divmod(self.num_images, self.num_batches)
+        return size + 1 if batch < larger else size
 
     def images(self, steps: int) -> int:
         """Returns the number of images of the first `steps` global batches, over all epochs."""
@@ -182,62 +163,6 @@ def build_evaluation_transform(config: Config) -> Transform:
     return create_transform(about.pop("image_size"), **about, is_training=False, normalize=False)
 
 
-class Worker(ForkProcess):
-    """A process that loads images, to be told from other children of this process."""
-
-
-class Workers(ForkContext):
-    """Forks workers, which shares images in memory; spawned ranks would default to spawning."""
-
-    Process = Worker
-
-
-class Loader:
-    """Yields images `b 3 s s`, uint8, and classes `b`, which worker processes load.
-
-    `unreadable` has the images whose place others have taken in the batches so far, by index, with
-    the reason. What ends the run is raised as the worker has raised it.
-    """
-
-    def __init__(
-        self,
-        images: TrainingImages | EvaluationImages,
-        batches: Iterable[list[Any]],
-        workers: int,
-        pin: bool,
-    ):
-        self.half = images.half
-        self.unreadable: dict[int, str] = {}
-        if workers > 0:
-            _end_workers_at_exit()
-            _choose_socket_folder()
-        self._loader: Any = DataLoader(
-            _Whole(images),
-            batch_sampler=batches,
-            collate_fn=_collated_if_whole,
-            num_workers=workers,
-            multiprocessing_context=Workers() if workers else None,
-            persistent_workers=workers > 0,
-            pin_memory=pin,
-            worker_init_fn=_ignore_signals,
-            generator=torch.Generator(),  # worker seeds must not draw from dropout's generator
-        )
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        """Lets the workers begin at once."""
-        return self._checked(iter(self._loader))
-
-    def _checked(self, batches: Iterator[Batch | OneLineError]) -> Iterator[list[Tensor]]:
-        for batch in batches:
-            if isinstance(batch, OneLineError):
-                raise batch
-            self.unreadable |= batch.unreadable
-            yield [batch.images, batch.classes]
-
-
 def build_training_loader(
     config: Config, half: Half, batches: TrainingBatches, pin: bool
 ) -> Loader:
@@ -251,74 +176,6 @@ def build_evaluation_loader(config: Config, half: Half, rank: int, ranks: int, p
     size = max(1, config.recipe.batch_size // ranks)
     batches = BatchSampler(range(rank, len(half), ranks), size, drop_last=False)
     return Loader(images, batches, config.workers, pin)
-
-
-@dataclass(frozen=True)
-class _Whole(Dataset[Any]):
-    """Returns the error that ends a run: torch would make a text of one that a worker raises."""
-
-    images: TrainingImages | EvaluationImages
-
-    def __getitems__(self, keys: list[Any]) -> list[Example] | OneLineError:
-        try:
-            return self.images.__getitems__(keys)
-        except OneLineError as error:
-            return error
-
-
-def _collated_if_whole(examples: list[Example] | OneLineError) -> Batch | OneLineError:
-    return examples if isinstance(examples, OneLineError) else collated(examples)
-
-
-def collated(examples: list[Example]) -> Batch:
-    """Returns examples as a batch; in a worker in memory that it shares."""
-    images, classes = default_collate([(x.image, x.target) for x in examples])
-    unreadable: dict[int, str] = {}
-    for example in examples:
-        unreadable |= example.unreadable
-    return Batch(images, classes, unreadable)
-
-
-def _ignore_signals(worker: int) -> None:
-    """Keeps a worker running until its parent ends it, if a signal reaches the process group."""
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)
-
-
-@cache
-def _end_workers_at_exit() -> None:
-    """Also at the end of multiprocessing processes."""
-    Finalize(None, _end_workers, exitpriority=0)
-
-
-def _end_workers() -> None:
-    """Kills workers that are still referenced, as by the traceback of an error.
-
-    Otherwise multiprocessing sends SIGTERM, which they ignore, and waits forever.
-    """
-    workers = [x for x in multiprocessing.active_children() if isinstance(x, Worker)]
-    if workers:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # silences torch's report of killed workers
-        for worker in workers:
-            worker.kill()
-
-
-def _choose_socket_folder() -> None:
-    """Lets multiprocessing make its folder where the names of its sockets are short enough.
-
-    Workers send images through sockets in it. If TMPDIR were too long, they would wait forever.
-    """
-    usual = tempfile.gettempdir()
-    if len(os.fsencode(usual)) <= LONGEST_TMPDIR:
-        return
-    writable = [folder for folder in SHORT_FOLDERS if os.access(folder, os.W_OK | os.X_OK)]
-    if not writable:
-        raise UserError(f"TMPDIR={usual}: has more than {LONGEST_TMPDIR} bytes")
-    tempfile.tempdir = writable[0]
-    try:
-        get_temp_dir()  # which is kept, also by the workers
-    finally:
-        tempfile.tempdir = usual
 
 
 @dataclass(frozen=True)

@@ -12,143 +12,34 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from pkgutil import resolve_name
 from traceback import extract_tb
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from filelock import FileLock
-from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from torchvision.datasets import CIFAR10, CIFAR100, DatasetFolder, ImageFolder
+from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
 
 from reproduction.config import Dataset
-from reproduction.data.images import ENDINGS, NoImage, is_hidden, read, rgb, size
-from reproduction.system import PlainError, UserError, first_line
+from reproduction.data.halves import Data, Half, Items, read_all
+from reproduction.data.images import ENDINGS, is_hidden, read
+from reproduction.system import UserError, first_line
 
 HELD_OUT_DIGITS = 360  # of 1,797, stratified
-MOST_MEMORY = 2**30  # bytes of decoded images that the runs of one command keep on a machine
-MOST_SIZES = 10**5  # files whose sizes are read; those of ImageNet may take minutes
-READABLE = 100  # of so many training images one may be unreadable
 
 Class = str | int | float | bool  # as a data set names it
 
 
-class Items(Protocol):
-    """What a function returns: images with their classes. It may have `targets` and `classes`."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-class Unreadable(PlainError):
-    """The content of an image cannot be decoded; the line names the image."""
-
-
 class Refused(ValueError):
     """What is wrong with a data set, in words that need no name of an error."""
-
-
-@dataclass(frozen=True, eq=False)
-class Half:
-    """Some of the images of `items`: `half[i]` is an RGB image and the index of its class.
-
-    `places` are theirs in `items`; `decoded` their pixels, if they are held in memory.
-    """
-
-    items: Items
-    targets: list[int]
-    places: Sequence[int]
-    decoded: list[np.ndarray | Unreadable] | None = None
-
-    @classmethod
-    def of(cls, items: Items, targets: Sequence[int]) -> "Half":
-        """All images of `items`."""
-        return cls(items, [*targets], range(len(targets)))
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        """Raises Unreadable for content that is no image, PlainError for the system's errors."""
-        return self._image(index), self.targets[index]
-
-    def _image(self, index: int) -> Image.Image:
-        if self.decoded is not None:
-            pixels = self.decoded[index]
-            if isinstance(pixels, Unreadable):
-                raise pixels
-            return Image.fromarray(pixels)
-        try:
-            return rgb(self.items[self.places[index]][0])
-        except NoImage as error:
-            raise Unreadable(f"{self._named(index)}: {error}") from error
-        except OSError as error:  # Pillow's have no number, when another function has read the file
-            if error.errno is None:
-                raise Unreadable(f"{self._named(index)}: {NoImage(str(error))}") from error
-            raise PlainError(f"{self._named(index)}: {os.strerror(error.errno)}") from error
-
-    @property
-    def folder(self) -> DatasetFolder | None:
-        """What has found the files of the images, if they are files of a folder."""
-        return self.items if isinstance(self.items, DatasetFolder) else None
-
-    def name(self, index: int) -> str:
-        """The path of an image, or its place in the data set."""
-        place = self.places[index]
-        if self.folder is None:
-            return str(place)
-        return str(self.folder.samples[place][0])
-
-    def _named(self, index: int) -> str:
-        name = self.name(index)
-        return f"dataset.source: image {name}" if self.folder is None else name
-
-    def take(self, indices: Sequence[int]) -> "Half":
-        targets = [self.targets[i] for i in indices]
-        places = [self.places[i] for i in indices]
-        return Half(self.items, targets, places)
-
-    def content(self, classes: list[str]) -> list[str]:
-        """What tells images from others: names and sizes of files, else their classes."""
-        if self.folder is None:
-            return [classes[target] for target in self.targets]
-        names = [self.name(index) for index in range(len(self))]
-        root = str(self.folder.root)
-        pairs = zip(_sizes(names), names, strict=True)
-        return [f"{size} {name.removeprefix(root)}" for size, name in pairs]
-
-
-def _sizes(paths: list[str]) -> list[int | bool]:
-    """The bytes of files; False for one that is not there, or if there are too many to ask."""
-    if len(paths) > MOST_SIZES:
-        return [False] * len(paths)
-    return [os.path.exists(path) and os.path.getsize(path) for path in paths]
-
-
-class Data(NamedTuple):
-    """A data set. `validation` is a part of the training images, or a folder of its own."""
-
-    train: Half
-    held_out: Half
-    classes: list[str]
-    validation: Half | None = None
-    remarks: tuple[str, ...] = ()  # what is allowed but probably a mistake
-
-    @property
-    def per_epoch(self) -> Half:
-        """The images to evaluate on after an epoch: for validation, else the held-out ones."""
-        return self.held_out if self.validation is None else self.validation
 
 
 # --- opening a data set -------------------------------------------------------------------------
@@ -199,23 +90,14 @@ def _whole(source: str, root: str | None, options: str) -> Data:
 def _check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """Raises Refused for an argument of the function that is missing, or that it does not take."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function)
     except ValueError:  # of code that is not Python
         return
-    named = [x for x in parameters if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
-    for parameter in named:
-        if parameter.default is parameter.empty and parameter.name not in arguments:
-            raise Refused(f"{_key_of(parameter.name)} is not set, and this data set needs it")
-    if any(x.kind is x.VAR_KEYWORD for x in parameters):
-        return
-    keys = [_key_of(x.name) for x in named]
-    for name in arguments:
-        if _key_of(name) not in keys:
-            raise Refused(f"{_key_of(name)} must be null; allowed are {', '.join(keys) or 'none'}")
-
-
-def _key_of(argument: str) -> str:
-    return "dataset.root" if argument == "root" else f"dataset.options.{argument}"
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        taken = ", ".join(signature.parameters) or "none"
+        raise Refused(f"{error}; its arguments are {taken}") from error
 
 
 def _labelled(parts: list[Items]) -> Data:
@@ -287,11 +169,15 @@ def _remarks(halves: list[Half]) -> Iterator[str]:
 def _not_evaluated(data: Data) -> Iterator[str]:
     """Says which classes are trained on, and have no image to evaluate them."""
     for kind, half in (("held-out", data.held_out), ("validation", data.validation)):
-        missing = {*data.train.targets} - {*half.targets} if half is not None else None
+        if half is None:
+            continue
+        missing = sorted({*data.train.targets} - {*half.targets})
         if missing:
-            names = [data.classes[i] for i in sorted(missing)]
-            told = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-            yield f"{len(names)} of {len(data.classes)} classes have no {kind} image: {told}"
+            names = [data.classes[i] for i in missing[:3]]
+            if len(missing) > 3:
+                names.append("...")
+            count = f"{len(missing)} of {len(data.classes)} classes"
+            yield f"{count} have no {kind} image: {', '.join(names)}"
 
 
 def _limited(key: str, half: Half, limit: int | None) -> Half:
@@ -325,77 +211,11 @@ def _split(data: Data, share: float, seed: int) -> Data:
     return data._replace(train=train, validation=validation)
 
 
-# --- images in memory ---------------------------------------------------------------------------
-
-
-def in_memory(data: Data, names: Sequence[str], ranks: int) -> Data:
-    """Decodes the files of the named halves, in this order, as long as all of a half fit.
-
-    MOST_MEMORY is for all `ranks` of a machine, each of which holds its own. PlainError if more is
-    unreadable than training bears, or anything to evaluate on.
-    """
-    room = MOST_MEMORY // ranks
-    for name in names:
-        half = getattr(data, name)
-        if half is None or half.folder is None:
-            continue
-        left = _left(half, room)
-        if left < 0:
-            continue
-        room = left
-        decoded = _read_all(half, np.array)
-        broken = {i: str(x) for i, x in enumerate(decoded) if isinstance(x, Unreadable)}
-        if name == "train":
-            check_share(broken, half)
-        elif broken:
-            first = next(iter(broken.values()))
-            count = f"{len(broken):,} of {len(half):,} images to evaluate on"
-            raise PlainError(f"{first}; {count} are unreadable, allowed is none")
-        data = data._replace(**{name: replace(half, decoded=decoded)})
-    return data
-
-
-def check_share(unreadable: Mapping[int, str], half: Half) -> None:
-    """Raises PlainError, which names the first, if more than 1 in READABLE images is unreadable.
-
-    `unreadable` maps the indices of training images to the reason.
-    """
-    if len(unreadable) * READABLE > len(half):
-        first = next(iter(unreadable.values()))
-        count = f"{len(unreadable):,} of {len(half):,} images to train on"
-        raise PlainError(f"{first}; {count} are unreadable, allowed is 1 in {READABLE}")
-
-
-def _left(half: Half, room: int) -> int:
-    """What of the room is left beside all images of a half, negative if they do not fit."""
-    for index in range(len(half)):
-        room -= size(half.name(index))
-        if room < 0:
-            break
-    return room
-
-
-def _read_all(half: Half, keep: Callable[[Image.Image], Any]) -> list[Any]:
-    """What to keep of each image, or its error if it is unreadable."""
-
-    def each(index: int) -> Any:
-        try:
-            return keep(half[index][0])
-        except Unreadable as error:
-            return error
-
-    with ThreadPoolExecutor(8) as pool:  # decoding releases the GIL
-        return list(pool.map(each, range(len(half))))
-
-
-# --- identity -----------------------------------------------------------------------------------
-
-
 def record(data: Data, weights: str | None = None) -> dict[str, str]:
     """What a run is trained on: summary.json keeps it, and it is compared before it is reused.
 
-    Counts training, validation and held-out images, with a digest of their `content`, and, if a
-    run starts from a file of your own, the digest of this file.
+    Counts training, validation and held-out images, with a digest of their `content`, one of the
+    pixels of images in memory, and, if a run starts from a file of your own, that of this file.
     """
     halves = [half for half in (data.train, data.validation, data.held_out) if half is not None]
     digest = sha256()
@@ -405,6 +225,12 @@ def record(data: Data, weights: str | None = None) -> dict[str, str]:
     counts = " + ".join(f"{len(half):,}" for half in halves)
     classes = f"{len(data.classes):,} classes"
     facts = {"images": f"{counts} images of {classes}, digest {digest.hexdigest()[:8]}"}
+    pixels = sha256()
+    for half in halves:
+        for image in half.pixels():
+            pixels.update(image)
+    if pixels.digest() != sha256().digest():
+        facts["pixels"] = f"pixels with sha256 {pixels.hexdigest()[:8]}"
     if weights is not None:
         digest = sha256(Path(weights).read_bytes())
         facts["weights"] = f"model.weights with sha256 {digest.hexdigest()[:8]}"
@@ -485,7 +311,7 @@ def unlabelled(folder: Path, classes: list[str]) -> Data:
     """
     items = Unlabelled(folder, allow_empty=True)
     half = Half.of(items, items.targets)
-    problems = _read_all(half, lambda image: None)
+    problems: list[str | None] = read_all(half, lambda image: None)
     broken = [f"left out: {problem}" for problem in problems if problem is not None]
     if len(broken) == len(half):
         raise UserError(f"images={folder}: " + "; ".join(["no readable image", *broken[:1]]))

@@ -19,9 +19,14 @@ from tokenmixup import TokenMixup, attach
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
-# No kernel depends on the sizes of earlier batches, and dropout draws as in eager mode.
-COMPILER: dict[str, Any] = {"fullgraph": True, "dynamic": False}
-COMPILER |= {"options": {"fallback_random": True}}
+COMPILER: dict[str, Any] = {
+    "fullgraph": True,
+    "dynamic": False,  # no kernel depends on the sizes of earlier batches
+    "options": {
+        "fallback_random": True,  # dropout draws as in eager mode
+        "combo_kernels": True,  # small kernels that do not depend on each other are one launch
+    },
+}
 BATCH_SIZES = 4  # maximum per run: full and last batch, and their micro-batches
 Builder = Callable[..., nn.Module]
 BUILDERS: dict[str, Builder] = {"cct": CCT, "vit": build_vit, "library": build_library_model}
@@ -71,13 +76,16 @@ def load_initial_weights(config: AnyModel, model: nn.Module) -> str | None:
     """
     if config.weights is None:
         return None
-    origin, head = f"model.weights={config.weights}", head_names(config)
+    origin = f"model.weights={config.weights}"
+    head = head_names(config)
     weights = extract_weights(origin, read_file(origin, Path(config.weights)))
     state = matching_state(weights, model, head)
     if not next(model.parameters()).is_meta:
         model.load_state_dict(state)
     new = [name for name in head if state[name] is not weights.state.get(name)]
-    with_head = f"but a new head for {len(state[new[0]])} classes" if new else "and its head"
+    with_head = "and its head"
+    if new:
+        with_head = f"but a new head for {len(state[new[0]])} classes"
     return f"{len(state) - len(head)} parameters of {config.weights}, {with_head}"
 
 
@@ -85,8 +93,14 @@ def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> Tok
     """Builds the model with the stack attached. UserError if that fails."""
     model = build_model(config, num_classes)
     try:
-        parts = stack.htm, stack.vtm, stack.manifold_mixup
-        return attach(model, num_classes, *parts, getattr(config, "checkpoint_blocks", False))
+        return attach(
+            model,
+            num_classes,
+            htm=stack.htm,
+            vtm=stack.vtm,
+            manifold_mixup=stack.manifold_mixup,
+            checkpoint_blocks=getattr(config, "checkpoint_blocks", False),
+        )
     except ValueError as error:
         raise UserError(f"model={config.name}: {error}") from error
 
@@ -108,7 +122,9 @@ def tokens_of(config: AnyModel, module: TokenMixup) -> list[int]:
 def without_weights(config: AnyModel) -> AnyModel:
     """Returns the configuration without initial weights, for loading others."""
     config = dataclasses.replace(config, weights=None)
-    return dataclasses.replace(config, pretrained=None) if isinstance(config, ViT) else config
+    if isinstance(config, ViT):
+        config = dataclasses.replace(config, pretrained=None)
+    return config
 
 
 def place(model: AnyModule, device: torch.device) -> AnyModule:

@@ -99,7 +99,8 @@ class CCT(nn.Module):
     ):
         super().__init__()
         has_class_token = pooling == "class_token"
-        self.embed_dim, self.num_prefix_tokens = embed_dim, int(has_class_token)
+        self.embed_dim = embed_dim
+        self.num_prefix_tokens = 1 if has_class_token else 0
         self.global_pool = "token" if has_class_token else pooling  # timm's name
         self.tokenizer: nn.Module
         if patch_size is not None:

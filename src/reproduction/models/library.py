@@ -1,6 +1,7 @@
 """Models of timm and torchvision: transformers that are mixed, and the comparators of the paper."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import timm
@@ -33,28 +34,45 @@ def build_vit(
     it is None. `depth` and `patch_size` must be the architecture's own.
     """
     name = architecture if pretrained is None else f"{architecture}.{pretrained}"
-    settings: dict[str, Any] = {"img_size": image_size, "global_pool": global_pool}
-    settings |= {"pos_drop_rate": pos_drop_rate} if pos_drop_rate else {}  # not of all models
-    settings |= {"attn_drop_rate": attn_drop, "drop_path_rate": drop_path}
+    settings: dict[str, Any] = {
+        "img_size": image_size,
+        "global_pool": global_pool,
+        "attn_drop_rate": attn_drop,
+        "drop_path_rate": drop_path,
+    }
+    if pos_drop_rate:  # not all models have it
+        settings["pos_drop_rate"] = pos_drop_rate
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its errors are raised too
     loads = pretrained is not None and torch.get_default_device().type != "meta"
     model: Any = timm.create_model(name, pretrained=loads, num_classes=num_classes, **settings)
-    blocks, embed = blocks_of(model), getattr(model, "patch_embed", None)
-    patch = getattr(embed, "patch_size", None)  # of a hybrid, of its feature map
-    patch = patch[0] if isinstance(patch, tuple) else patch
-    if grid := getattr(embed, "grid_size", None):
-        patch = image_size // grid[0]
-    for key, value, own in (("depth", depth, len(blocks)), ("patch_size", patch_size, patch)):
-        if value != own:
-            raise ValueError(f"model.{key}={value}: it has {own}")
+    blocks = blocks_of(model)
+    if depth != len(blocks):
+        raise ValueError(f"model.depth={depth}: it has {len(blocks)}")
+    patch = _patch_size(model, image_size)
+    if patch_size != patch:
+        raise ValueError(f"model.patch_size={patch_size}: it has {patch}")
     if mlp_drop_rate is not None:
-        mlps = [getattr(block, "mlp", nn.Identity()) for block in blocks]
-        dropouts = [x for mlp in mlps for x in mlp.modules() if isinstance(x, nn.Dropout)]
-        if not dropouts:
-            raise ValueError(f"model.mlp_drop_rate={mlp_drop_rate}: its MLPs have no dropout")
-        for dropout in dropouts:
-            dropout.p = mlp_drop_rate
+        _set_dropout_of_mlps(blocks, mlp_drop_rate)
     return model
+
+
+def _patch_size(model: Any, image_size: int) -> int | None:
+    """The pixels along a token, also of a hybrid, whose `patch_size` is that of a feature map."""
+    embed = getattr(model, "patch_embed", None)
+    grid = getattr(embed, "grid_size", None)
+    if grid is not None:
+        return image_size // int(grid[0])
+    patch = getattr(embed, "patch_size", None)
+    return patch[0] if isinstance(patch, tuple) else patch
+
+
+def _set_dropout_of_mlps(blocks: Sequence[nn.Module], rate: float) -> None:
+    mlps = [getattr(block, "mlp", nn.Identity()) for block in blocks]
+    dropouts = [x for mlp in mlps for x in mlp.modules() if isinstance(x, nn.Dropout)]
+    if not dropouts:
+        raise ValueError(f"model.mlp_drop_rate={rate}: its MLPs have no dropout")
+    for dropout in dropouts:
+        dropout.p = rate
 
 
 def build_library_model(
@@ -93,6 +111,7 @@ def _replace_stem(model: Any) -> None:
     if is_v2:
         model.stem = stem
         return
-    model.conv1, model.maxpool = stem, nn.Identity()
+    model.conv1 = stem
+    model.maxpool = nn.Identity()
     if not hasattr(model, "layer4"):  # three stages, but forward() calls four
         model.layer4 = nn.Identity()

@@ -63,14 +63,22 @@ def convert_names(state: State) -> State:
 def _rename(state: State, table: NameTable) -> State:
     renamed: State = {}
     for name, value in state.items():
-        matches = ((re.fullmatch(pattern, name), ours) for pattern, ours in table)
-        match, ours = next((x for x in matches if x[0]), (None, name))
-        if ours is not None:
-            ours = match.expand(ours) if match else name
-            if ours in renamed:
-                raise ValueError(f"two parameters map to {ours}, one of them is {name}")
-            renamed[ours] = value
+        ours = _renamed(name, table)
+        if ours is None:
+            continue
+        if ours in renamed:
+            raise ValueError(f"two parameters map to {ours}, one of them is {name}")
+        renamed[ours] = value
     return renamed
+
+
+def _renamed(name: str, table: NameTable) -> str | None:
+    """Our name of a parameter; None if it is dropped."""
+    for pattern, ours in table:
+        match = re.fullmatch(pattern, name)
+        if match is not None:
+            return None if ours is None else match.expand(ours)
+    return name
 
 
 def _fuse_qkv(state: State) -> State:
@@ -78,7 +86,8 @@ def _fuse_qkv(state: State) -> State:
     for query in [name for name in state if ".attn.query." in name]:
         names = [query.replace("query", part) for part in ("query", "key", "value")]
         parts = [state[name] for name in names if name in state]
-        if len(parts) == 3 and len({part.shape for part in parts}) == 1 and parts[0].ndim:
-            fused = {query.replace("query", "qkv"): torch.cat(parts)}
-            state = fused | {name: value for name, value in state.items() if name not in names}
+        have_one_shape = len({part.shape for part in parts}) == 1
+        if len(parts) == 3 and have_one_shape and parts[0].ndim > 0:
+            others = {name: value for name, value in state.items() if name not in names}
+            state = {query.replace("query", "qkv"): torch.cat(parts), **others}
     return state

@@ -57,11 +57,12 @@ def read_file(origin: str, path: Path) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """What torch says, without its advice, which is unsafe."""
+    """What is wrong with a file, without torch's advice, which is unsafe."""
     code = re.search(r"nsupported (?:global: )?GLOBAL (\S+)", str(error))
     if code is not None:
         return f"it names {code[1]}, which is not a weight and could execute code"
-    return first_line(error).partition(". ")[0]
+    reason = str(error) if type(error) is ValueError else first_line(error)
+    return reason.partition(". ")[0]
 
 
 def _content(path: Path) -> Any:

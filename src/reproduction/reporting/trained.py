@@ -15,14 +15,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from reproduction.config import Config
+from reproduction.data.halves import Data
 from reproduction.data.inputs import build_normalize
 from reproduction.data.loaders import (
     TrainingImages,
     build_evaluation_transform,
     build_training_images,
-    collated,
 )
-from reproduction.data.sources import Data, opened
+from reproduction.data.sources import opened
+from reproduction.data.workers import collated
 from reproduction.models.build import build_module, without_weights
 from reproduction.models.weights import module_state, read_newest
 from reproduction.reporting.figures import ORANGE, figure, shortened

@@ -1,65 +1,90 @@
-"""Accuracy over one or two settings, with the seeds and the rows that are no point of the sweep."""
+"""Plots of tables: over one or two swept keys, and our means beside the paper's values."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from reproduction.reporting.figures import BLUE, ORANGE, VERMILION, figure
-from reproduction.studies.table import Table, newest, numeric, read_runs, runs_table
+from reproduction.studies.results import OUTCOMES
+from reproduction.studies.table import Line
+from reproduction.studies.tables import numeric
+from reproduction.studies.text import Section, Table
 
-AXES = {  # a plot is of the validation split if runs have one
-    "val_top1_last": "validation top-1 after the last epoch [%]",
-    "top1_last": "top-1 after the last epoch [%]",
-}
+OURS: Any = {"color": BLUE, "fmt": "o", "capsize": 3, "linewidth": 1.5}
 
 
-def draw_runs(table: Table, runs: pd.DataFrame, path: Path) -> bool:
-    """Draws the accuracy over one or two settings; returns whether there are as many."""
-    done = newest(runs)
-    name = next((x for x in AXES if done[x].notna().any()), "top1_last")
-    seeds = done.pivot(index="seed", columns="key", values=name)
-    rows = table.numbers[table.numbers.key.isin(seeds.columns[seeds.notna().any()])]
-    if rows.empty or not 1 <= len(table.heads) <= 2:
+def axis_of(lines: Sequence[Line]) -> str:
+    """Labels the axis of what the lines are judged by."""
+    outcome = OUTCOMES[lines[0].outcome]
+    return f"{outcome.title} after the last epoch [{outcome.unit}]"
+
+
+def draw_runs(table: Table, path: Path) -> bool:
+    """Draws a table of runs over one or two settings; returns whether it has as many."""
+    (section,) = table.sections
+    if not section.run:
+        return False
+    heads = section.run[0].entry.heads
+    if not 1 <= len(heads) <= 2:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
-    if len(table.heads) == 1:
-        ((head, title),) = table.heads.items()
-        draw_line(path, seeds[rows.key].set_axis(rows[head], axis=1), title, AXES[name])
+    if len(heads) == 1:
+        (title,) = heads
+        draw_line(path, section.run, title)
     else:
-        draw_map(path, rows.assign(mean=rows.key.map(seeds.mean())), table.heads, AXES[name])
+        draw_map(path, section.run)
     return True
 
 
-def draw_line(
-    path: Path, points: pd.DataFrame, title: str, axis: str, bands: pd.DataFrame | None = None
-) -> None:
-    """Draws means with deviations over values, evenly spaced, and each seed as a dash.
+def draw_sweep(path: Path, section: Section) -> bool:
+    """Draws the points of a study's sweep, with its other rows across; returns whether any ran."""
+    points = [line for line in section.run if line.entry.id.point]
+    others = [line for line in section.run if not line.entry.id.point]
+    if not points:
+        return False
+    title = ", ".join(name.rpartition(".")[2] for name, _ in points[0].entry.id.point)
+    draw_line(path, points, title, others)
+    return True
 
-    `points` and `bands`, which are drawn across, have a row for each seed, and texts as columns.
-    """
+
+def draw_line(path: Path, points: Sequence[Line], title: str, across: Sequence[Line] = ()) -> None:
+    """Draws means with deviations over values, evenly spaced, and each seed as a dash."""
     with figure(path, figsize=(5.4, 3.8)) as axes:
-        for color, (text, own) in zip(
-            (ORANGE, VERMILION), () if bands is None else bands.items(), strict=False
-        ):
-            mean, deviation = own.mean(), np.nan_to_num(own.std())
-            axes.axhline(mean, color=color, label=f"{text} (n = {own.count()})")
-            axes.axhspan(mean - deviation, mean + deviation, color=color, alpha=0.15)
-        places = range(points.shape[1])
-        style = {"fmt": "o-", "color": BLUE, "capsize": 3, "linewidth": 1.5}
-        axes.errorbar(places, points.mean(), yerr=points.std().fillna(0), **style)
-        axes.plot(places, points.T, "_", color=BLUE, markersize=12, alpha=0.5)
-        axes.set_xticks(places, points.columns)
+        for color, line in zip((ORANGE, VERMILION), across, strict=False):
+            name, deviation = line.entry.heads["row"], np.nan_to_num(line.std)
+            axes.axhline(line.mean, color=color, label=f"{name} (n = {line.n})")
+            low, high = line.mean - deviation, line.mean + deviation
+            axes.axhspan(low, high, color=color, alpha=0.15)
+            printed = line.entry.printed.get(OUTCOMES[line.outcome].measure)
+            if printed is not None:
+                axes.axhline(printed, color=color, linestyle=":", label=f"printed of {name}")
+        places = range(len(points))
+        means = [line.mean for line in points]
+        deviations = [np.nan_to_num(line.std) for line in points]
+        axes.errorbar(places, means, yerr=deviations, **{**OURS, "fmt": "o-"})
+        for place, line in enumerate(points):
+            values = line.values(line.outcome)
+            dashes = [place] * len(values)
+            axes.plot(dashes, values, "_", color=BLUE, markersize=12, alpha=0.5)
+        axes.set_xticks(places, [value_of(line) for line in points])
         axes.set_xlabel(title)
-        axes.set_ylabel(axis)
-        if bands is not None:
+        axes.set_ylabel(axis_of(points))
+        if across:
             axes.legend(fontsize=9)
 
 
-def draw_map(path: Path, rows: pd.DataFrame, heads: dict[str, str], label: str) -> None:
-    """Draws the means as a heat map with their values."""
-    down, across = heads
+def value_of(line: Line) -> str:
+    return ", ".join(value for _, value in line.entry.id.point)
+
+
+def draw_map(path: Path, lines: Sequence[Line]) -> None:
+    """Draws the means over two settings as a heat map with their values."""
+    down, across = lines[0].entry.heads
+    rows = pd.DataFrame([{**line.entry.heads, "mean": line.mean} for line in lines])
     means = rows.pivot(index=down, columns=across, values="mean")
     means = means.sort_index(key=numeric).sort_index(axis=1, key=numeric)
     values = means.to_numpy(dtype=float)
@@ -69,27 +94,44 @@ def draw_map(path: Path, rows: pd.DataFrame, heads: dict[str, str], label: str) 
         middle = float(np.nanmean([np.nanmin(values), np.nanmax(values)]))
         for (i, j), mean in np.ndenumerate(values):
             color = "black" if mean > middle else "white"
-            axes.text(
-                j,
-                i,
-                "-" if np.isnan(mean) else f"{mean:.2f}",
-                ha="center",
-                va="center",
-                color=color,
-            )
+            text = "-" if np.isnan(mean) else f"{mean:.2f}"
+            axes.text(j, i, text, ha="center", va="center", color=color)
         axes.set_yticks(range(height), means.index)
         axes.set_xticks(range(width), means.columns)
-        axes.set_ylabel(heads[down])
-        axes.set_xlabel(heads[across])
+        axes.set_ylabel(down)
+        axes.set_xlabel(across)
         axes.spines[:].set_visible(False)
-        axes.figure.colorbar(image, label=label)
+        axes.figure.colorbar(image, label=axis_of(lines))
 
 
-def write_sweep(folders: Sequence[Path], outputs: Path) -> tuple[str, list[Path]]:
-    """Writes the numbers and the plot of a sweep to the folder of reports; returns it as text."""
-    runs = read_runs(*folders)
-    table = runs_table(runs)
-    files = table.write(outputs)
-    if draw_runs(table, runs, picture := files[0].with_suffix(".png")):
-        files.append(picture)
-    return "\n".join(table.lines()), files
+def draw_beside(path: Path, section: Section) -> None:
+    """Draws our means with their 95 % intervals beside the printed values, row by row."""
+    lines = section.run
+    with figure(path, figsize=(5.4, 1.3 + 0.45 * len(lines))) as axes:
+        places = range(len(lines))
+        means = [line.mean for line in lines]
+        halves = [half_interval(line) for line in lines]
+        axes.errorbar(means, places, xerr=halves, label="ours, mean and 95 % interval", **OURS)
+        measure = OUTCOMES[lines[0].outcome].measure
+        printed = [line.entry.printed.get(measure, math.nan) for line in lines]
+        if not np.isnan(printed).all():
+            axes.plot(printed, places, "D", color=VERMILION, label="the paper's")
+        axes.set_yticks(places, [f"{name_of(line)} (n = {line.n})" for line in lines])
+        axes.invert_yaxis()
+        axes.margins(y=0.5 / len(lines))
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_xlabel(axis_of(lines))
+        axes.figure.legend(loc="outside upper center", ncols=2, fontsize=9)
+
+
+def name_of(line: Line) -> str:
+    return " ".join(line.entry.heads.values())
+
+
+def half_interval(line: Line) -> float:
+    """Returns half of the 95 % interval of a mean; 0 of a single run, which has none."""
+    if line.n < 2:
+        return 0.0
+    from scipy.stats import t  # takes seconds to import
+
+    return float(t.ppf(0.975, line.n - 1)) * line.std / math.sqrt(line.n)

@@ -1,10 +1,12 @@
 """A study is a YAML file of rows to train, of what is printed of them and which are compared.
 
 The paper's tables and sweeps lie in paper/, studies of your own in results/; all have this form.
+A row that lists values is a sweep: each of its points is a cell, as is any other row.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -13,10 +15,10 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from reproduction.config import FORBID, Count, FolderName, Fraction, Whole, line_of
-from reproduction.runs import key
+from reproduction.runs import RowId, key
 from reproduction.start import Point, compose, expand, point
 from reproduction.system import UserError
-from reproduction.words import read_yaml, readable
+from reproduction.words import read_yaml
 
 PAPER_FOLDER = Path(__file__).parent / "paper"
 TABLES = ("table1", "table2", "table3", "table4", "table5")
@@ -25,18 +27,43 @@ OWN_KEYS = ("seed", "devices", "name", "output_root", "resume")  # of a run, not
 FULL: Final = "full"
 SMOKE: Final = "smoke"
 SCALES = (FULL, SMOKE)
-# Four batches of eight images. An untrained model finds every sample difficult and attends evenly.
-SHORT = (
-    *("recipe.epochs=1", "recipe.batch_size=8", "recipe.precision=float32", "recipe.log_every=1"),
-    *("recipe.max_steps=4", "recipe.warmup_epochs=0", "dataset=digits", "dataset.root=null"),
-    *("dataset.workers=0", "output_root=outputs/smoke"),
-)
-MIXING = ("augmentation.htm.tau=inf", "augmentation.htm.rho=0")
+# Four batches of eight images, tested on forty. An untrained model finds every sample difficult and
+# attends evenly, so HTM would mix nothing.
+SHORT = [
+    "recipe.epochs=1",
+    "recipe.batch_size=8",
+    "recipe.precision=float32",
+    "recipe.log_every=1",
+    "recipe.max_steps=4",
+    "recipe.warmup_epochs=0",
+    "dataset=digits",
+    "dataset.root=null",
+    "dataset.limit=null",
+    "dataset.eval_limit=40",
+    "dataset.workers=0",
+    "output_root=outputs/smoke",
+]
+MIXING = ["augmentation.htm.tau=inf", "augmentation.htm.rho=0"]
+Tested = Literal[
+    "top1 on test",
+    "loss on test",
+    "top5 on test",
+    "top1 on validation",
+    "loss on validation",
+    "top5 on validation",
+]
+FORMER = {"top1_last": "top1 on test", "loss_last": "loss on test"}  # names of what is tested
 Printed = dict[Literal["top1", "top5"], float]  # percent
 
 
 def _long_form(row: Any) -> Any:
-    return {"overrides": row} if isinstance(row, list) else row
+    if isinstance(row, list):
+        return {"overrides": row}
+    return row
+
+
+def _present_name(tested: Any) -> Any:
+    return FORMER.get(tested, tested)
 
 
 @checked(config=FORBID, frozen=True, kw_only=True)
@@ -70,10 +97,12 @@ class Study:
     """The content of the file. `overrides` are of all rows; a row may be a list of overrides.
 
     `seeds` is their number, from `first_seed` on; runs of others do not count. `tested` is the
-    outcome that rows are tested by. With `looks`, number of seeds -> level of significance, the
-    table has the first so many seeds of which every run is finished, and no others. `smoke` has
-    more overrides for runs of this scale. `quoted` has results of others by row and column, from
-    `source`. `figures`, title -> ROW/PICTURE, are what the runs of a row have drawn.
+    outcome that rows are tested by; without it, their accuracy on the validation split, if there is
+    one, else on the test set. With `looks`, number of seeds -> level of significance, the table has
+    the first so many seeds, once every run of them is finished, and no others. `smoke` has more
+    overrides for runs of this scale. `quoted` has results of others by row and column, from
+    `source`. `figures`, title -> ROW/PICTURE, are what the runs of a row have drawn. `latencies`
+    are printed milliseconds of HTM's detectors.
     """
 
     title: str
@@ -84,39 +113,97 @@ class Study:
     seeds: Count = 3
     first_seed: Whole = 0
     looks: dict[Count, Fraction] = Field(default_factory=dict)
-    tested: Literal["top1_last", "loss_last"] = "top1_last"
+    tested: Annotated[Tested | None, BeforeValidator(_present_name)] = None
     smoke: list[str] = Field(default_factory=list)
     source: str = ""
     quoted: dict[str, dict[str, Printed]] = Field(default_factory=dict)
     sizes: dict[str, Size] = Field(default_factory=dict)
     figures: dict[str, str] = Field(default_factory=dict)
+    latencies: dict[str, float] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)
 
     def __post_init__(self) -> None:
         for name, row in self.rows.items():
-            for word in (*self.overrides, *row.overrides):
-                if (key := word.lstrip("+~").partition("=")[0]) in OWN_KEYS:
+            for word in [*self.overrides, *row.overrides]:
+                key = word.lstrip("+~").partition("=")[0]
+                if key in OWN_KEYS:
                     raise ValueError(f"rows.{name}: {word}: a study must not set {key}")
-            if row.against not in (None, *self.rows):
-                allowed = ", ".join(self.rows)
+            others = [other for other in self.rows if other != name]
+            if row.against is not None and row.against not in others:
+                allowed = ", ".join(others) or "left out, as there is no other row"
                 raise ValueError(f"rows.{name}.against={row.against}: must be one of {allowed}")
 
-    def cells(self) -> dict[str, tuple[Row, list[str]]]:
-        """Returns what is trained: each row by its name, each point of a sweep by its values."""
-        cells = {}
-        for name, row in self.rows.items():
-            given = [readable(word) for word in (*self.overrides, *row.overrides)]
-            for words in expand(given):
-                swept = [x.partition("=") for x in words if x not in given]
-                values = [f"{key.rpartition('.')[2]}={value}" for key, _, value in swept]
-                cells[",".join(values) or name] = row, words
-        return cells
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What is trained of a study: a row, or a point of a row that is a sweep."""
+
+    id: RowId
+    row: Row
+    words: list[str]
+    label: str  # names it in lists and folders
+
+
+def cells(name: str, study: Study) -> list[Cell]:
+    """Returns what is trained of a study, which was typed by this name."""
+    every = {row: _points(study, row) for row in study.rows}
+    sweeps = [row for row, points in every.items() if len(points) > 1]
+    each = []
+    for row, points in every.items():
+        for values, words in points.items():
+            text = row
+            if values:
+                text = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in values)
+            if values and len(sweeps) > 1:
+                text = f"{row},{text}"
+            each.append(
+                Cell(
+                    id=RowId(name, row, values, study.rows[row].column),
+                    row=study.rows[row],
+                    words=words,
+                    label=f"{Path(name).stem}/{text}",
+                )
+            )
+    return each
+
+
+def _points(study: Study, row: str) -> dict[tuple[tuple[str, str], ...], list[str]]:
+    """Returns the words of each point of a row, by the keys and values that differ."""
+    every = expand([*study.overrides, *study.rows[row].overrides])
+    swept = [place for place, values in enumerate(zip(*every, strict=True)) if len({*values}) > 1]
+    found = {}
+    for words in every:
+        pairs = [words[place].partition("=") for place in swept]
+        found[tuple((key, value) for key, _, value in pairs)] = words
+    return found
+
+
+def comparisons(each: Sequence[Cell]) -> dict[RowId, RowId]:
+    """Returns which cell each one is compared with; two sweeps are compared point by point.
+
+    Raises ValueError for a row of which nothing is compared as the study says.
+    """
+    by_row = defaultdict[str, list[Cell]](list)
+    for cell in each:
+        by_row[cell.id.row].append(cell)
+    pairs = {}
+    for own in by_row.values():
+        against = own[0].row.against
+        bases = by_row.get(against or "", [])
+        for cell in own:
+            for base in bases:
+                if base.id.point in ((), cell.id.point):
+                    pairs[cell.id] = base.id
+        if bases and not any(cell.id in pairs for cell in own):
+            rule = "is a sweep, and a sweep is compared with one over the same values"
+            raise ValueError(f"rows.{own[0].id.row}.against={against}: {rule}")
+    return pairs
 
 
 def studies(name: str) -> dict[str, Study]:
     """Returns the studies of a name: `table1`, `table1/ROW`, `sweep-tau`, `all`, a .yaml file."""
     if name.endswith(".yaml"):
-        return {Path(name).stem: read(Path(name))}
+        return {name: read(Path(name))}
     papers = {paper: read(PAPER_FOLDER / f"{paper}.yaml") for paper in PAPERS}
     if name == "all":
         return papers
@@ -133,32 +220,40 @@ def studies(name: str) -> dict[str, Study]:
 def read(path: Path) -> Study:
     """Reads a study; UserError names the file, the key and what is wrong with it."""
     try:
-        return TypeAdapter(Study).validate_python(read_yaml(path))
+        study = TypeAdapter(Study).validate_python(read_yaml(path))
+        comparisons(cells(str(path), study))
+        return study
     except (ValueError, yaml.YAMLError) as error:
         wrong = [*map(line_of, error.errors())] if isinstance(error, ValidationError) else []
         raise UserError(f"{path}: {'; '.join(wrong) or error}") from error
 
 
-def points(
-    name: str, study: Study, seed: int, scale: str = FULL, more: Sequence[str] = ()
-) -> Iterator[Point]:
-    """Yields the runs of one seed; of the words of study, row, scale and `more` the last counts."""
-    for cell, (_, words) in study.cells().items():
-        each = [*words, *more]
-        if scale == SMOKE:
-            mixing = MIXING if compose(words).augmentation.htm else ()
-            each = [*words, *SHORT, *study.smoke, *mixing, *more]
-        yield point([*each, f"seed={seed}", "resume=auto"], f"{name}/{cell}")
-
-
 def plan(
     chosen: Mapping[str, Study], seeds: int | None, scale: str, more: Sequence[str]
 ) -> list[Point]:
-    """Returns all runs, seed by seed; rows of the same configuration share one."""
+    """Returns all runs, seed by seed; rows of the same configuration share one.
+
+    Of the words of study, row, scale and `more` the last counts.
+    """
     runs: dict[str, Point] = {}
+    rows = defaultdict[str, list[RowId]](list)
     for name, study in chosen.items():
         number = seeds or (1 if scale == SMOKE else study.seeds)
-        for seed in range(study.first_seed, study.first_seed + number):
-            for each in points(name, study, seed, scale, more):
-                runs.setdefault(key(each.config), each)
-    return sorted(runs.values(), key=lambda each: each.config.seed)
+        for cell in cells(name, study):
+            words = [*words_of(cell, study, scale), *more]
+            for seed in range(study.first_seed, study.first_seed + number):
+                run = point([*words, f"seed={seed}", "resume=auto"], cell.label)
+                runs.setdefault(key(run.config), run)
+                rows[key(run.config)].append(cell.id)
+    shared = [replace(run, rows=tuple(rows[identity])) for identity, run in runs.items()]
+    return sorted(shared, key=lambda run: run.config.seed)
+
+
+def words_of(cell: Cell, study: Study, scale: str) -> list[str]:
+    """Returns the words of a cell at a scale."""
+    if scale == FULL:
+        return cell.words
+    words = [*cell.words, *SHORT, *study.smoke]
+    if compose(cell.words).augmentation.htm is not None:
+        words += MIXING
+    return words

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from reproduction.data import loaders
-from reproduction.data.sources import check_share
+from reproduction.data.halves import check_share
 from reproduction.models.names import State
 from reproduction.runs import RunFolder
 from reproduction.system import Pulse, UserError, first_line, progress, say, warn

@@ -15,11 +15,13 @@ import pandas as pd
 import torch
 
 from reproduction.config import Config
+from reproduction.data.halves import Data, in_memory
 from reproduction.data.inputs import build_normalize
 from reproduction.data.loaders import build_evaluation_loader
-from reproduction.data.sources import Data, in_memory, opened, unlabelled
+from reproduction.data.sources import opened, unlabelled
 from reproduction.models.build import build_model, place, without_weights
 from reproduction.models.weights import matching_state
+from reproduction.runs import evaluated
 from reproduction.system import is_first_rank, local_ranks, progress, warn, write_text
 from reproduction.training.checkpoint import check_classes, read_plain
 from reproduction.training.evaluate import Batch, evaluate
@@ -87,7 +89,11 @@ def _evaluate(
         model = place(model, world.device)
         scores, predicted = evaluate(model, normalize, batches, world, precision)
         found = gathered(predicted, world, data)
-        facts = {"dataset": config.dataset.name, "root": config.dataset.root}
+        facts = {
+            "dataset": config.dataset.name,
+            "root": config.dataset.root,
+            "settings": evaluated(config),
+        }
         return {**scores, "images": len(data.held_out), **facts, **loaded}, found
 
 

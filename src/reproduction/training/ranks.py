@@ -152,6 +152,16 @@ def join_world(device: str) -> Iterator[World]:
         dist.destroy_process_group()
 
 
+@dataclass
+class Ended:
+    """How the processes of `_spawned` have ended."""
+
+    signals: list[int]  # to this process, which forwards them
+    outcomes: dict[int, Any]  # what ranks have returned or raised, but for those that were killed
+    codes: list[int]  # exit statuses by rank, negative for a signal
+    first: int  # the rank that was the first to end by an error, else 0
+
+
 def on_ranks(function: Callable[[Config], Result], config: Config) -> Result:
     """Returns the first rank's `function(config)`: of this process if it is a rank or alone.
 
@@ -160,6 +170,11 @@ def on_ranks(function: Callable[[Config], Result], config: Config) -> Result:
     if config.devices == 1 or launched_ranks() is not None:
         with as_rank(config):
             return function(config)
+    return cast(Result, _result(_spawned(function, config)))
+
+
+def _spawned(function: Callable[[Config], Any], config: Config) -> Ended:
+    """Runs a function in `config.devices` new processes, to their end."""
     received: list[int] = []
     pids: list[int] = []
 
@@ -172,7 +187,7 @@ def on_ranks(function: Callable[[Config], Result], config: Config) -> Result:
                 os.kill(pid, signal.SIGKILL if at_once else signum)
 
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)  # says it too
-    failed = 0
+    first = 0
     with TemporaryDirectory() as meeting, handling(forward):
         given = function, config, Path(meeting)
         ranks = mp.spawn(_new_rank, given, config.devices, join=False)  # CUDA: not after a fork
@@ -183,27 +198,34 @@ def on_ranks(function: Callable[[Config], Result], config: Config) -> Result:
             while not ranks.join(grace_period=GRACE_SECONDS):
                 pass
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            failed = error.error_index
+            first = error.error_index
         outcomes = _outcomes(Path(meeting))
-    # The first one to end may only know that another is gone.
-    failed = next((rank for rank, x in outcomes.items() if _is_reason(x)), failed)
-    result: Any = outcomes.get(failed)
-    code = ranks.processes[failed].exitcode
-    if failed not in outcomes:
-        if received or code - SIGNAL_STATUS in STOP_SIGNALS:
-            raise Stopped(received[0] if received else code - SIGNAL_STATUS)
-        result = RankFailed(f"killed by {signal.Signals(-code).name}" if code < 0 else "died")
-    if isinstance(result, UserError):
-        raise result
-    if isinstance(result, OneLineError):
-        raise RankFailed(f"rank {failed}: {result}")
-    return cast(Result, result)
+    return Ended(received, outcomes, [process.exitcode for process in ranks.processes], first)
 
 
 def _outcomes(meeting: Path) -> dict[int, Any]:
-    """What each rank of `_new_rank` has returned or raised, but for those that were killed."""
     paths = [path for path in sorted(meeting.iterdir()) if path.name.isdecimal()]
     return {int(path.name): pickle.loads(path.read_bytes()) for path in paths}  # noqa: S301 - ours
+
+
+def _result(ended: Ended) -> Any:
+    """What the ranks return; raises the error of the one that says why they end."""
+    # The first one to end may only know that another is gone.
+    rank = next((rank for rank, x in ended.outcomes.items() if _is_reason(x)), ended.first)
+    code = ended.codes[rank]
+    if rank in ended.outcomes:
+        outcome = ended.outcomes[rank]
+        if isinstance(outcome, UserError):
+            raise outcome
+        if isinstance(outcome, OneLineError):
+            raise RankFailed(f"rank {rank}: {outcome}")
+        return outcome
+    if ended.signals:
+        raise Stopped(ended.signals[0])
+    if code - SIGNAL_STATUS in STOP_SIGNALS:
+        raise Stopped(code - SIGNAL_STATUS)
+    reason = f"killed by {signal.Signals(-code).name}" if code < 0 else "died"
+    raise RankFailed(f"rank {rank}: {reason}")
 
 
 def _is_reason(outcome: Any) -> bool:
@@ -226,13 +248,15 @@ def as_rank(config: Config) -> Iterator[None]:
 def _tell(end: OneLineError) -> None:
     """Says why a rank of torchrun ends; programs print the error of the first one alone.
 
-    The others wait before: the launcher ends them if the first one has the same error, or another
-    one has a better reason.
+    The others wait before: the launcher ends them if the first one has the same error. A rank that
+    only knows that another is gone lets that one speak, and be named by the launcher.
     """
+    is_gone = isinstance(end, RankFailed)
     is_of_torchrun = launched_ranks() is not None and MEETING not in os.environ
-    if isinstance(end, RankFailed) or (is_of_torchrun and not is_first_rank()):
+    is_silent = is_of_torchrun and not is_first_rank()
+    if is_gone or is_silent:
         time.sleep(SECONDS_OF_OTHERS)
-    if is_of_torchrun and not is_first_rank() and not isinstance(end, RankFailed):
+    if is_silent and not is_gone:
         warn(f"rank {os.environ['RANK']}: {end}")
 
 

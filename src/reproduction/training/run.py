@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from reproduction.config import Augmentation, Config, check_new
+from reproduction.config import Augmentation, Config
 from reproduction.data import loaders
+from reproduction.data.halves import Data, in_memory
 from reproduction.data.seeding import preserved_generators
-from reproduction.data.sources import Data, in_memory, opened, record
+from reproduction.data.sources import opened, record
 from reproduction.models import build as models
 from reproduction.runs import RunFolder, hold
 from reproduction.system import (
@@ -53,8 +54,7 @@ def run_training(config: Config, origin: Mapping[str, Any] | None = None) -> dic
     folder = RunFolder.of(config)
     try:
         with hold(folder):
-            if folder.config_path.exists():
-                folder.check(config)  # another process may have just created it
+            folder.check(config)  # another process may have just begun it
             if folder.is_finished():
                 return folder.read_summary()
             try:
@@ -102,26 +102,26 @@ def build(
 
 
 def check(config: Config) -> None:
-    """Raises UserError if the run cannot start; writes nothing but downloaded data."""
-    if not is_first_rank():
-        return
-    if not RunFolder.of(config).config_path.exists():  # what has begun may go on
-        check_new(config)
-    resolve_device(config.device, config.devices, config.recipe.precision, config.compile)
+    """Raises UserError if the run cannot start here; writes nothing but downloaded data."""
     data, batches, module, _ = build(config, World(0, config.devices, torch.device("meta")))
-    models.tokens_of(config.model, module)
+    check_model(config, module)
     try:
         loaders.build_training_images(config, data.train)[(0, 0)]
     except PlainError as error:
         raise UserError(f"the first training image: {error}") from error
-    cutmix = config.augmentation.cutmix
-    if cutmix is not None and cutmix.labels == "attention":
-        AttentionLabels(module.model)
     count = config.recipe.grad_accum_steps
     fewest = batches.global_size(len(batches) - 1) // config.devices
     if fewest < count:
         reason = f"some batches leave {fewest} images to a rank, allowed is 1..{fewest}"
         raise UserError(f"recipe.grad_accum_steps={count}: {reason}")
+
+
+def check_model(config: Config, module: TokenMixup) -> None:
+    """Raises UserError for what a pass of the model on the meta device refuses."""
+    models.tokens_of(config.model, module)
+    cutmix = config.augmentation.cutmix
+    if cutmix is not None and cutmix.labels == "attention":
+        AttentionLabels(module.model)
 
 
 def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,25 +160,11 @@ def start(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Run,
     state = RunState() if newest is None else restore(trainer, *newest)
     if world.share(trainer.step) != trainer.step:
         raise PlainError("the ranks have read different checkpoints")
+    facts: dict[str, Any] = {}
     if world.is_main:
         facts = {**_facts(trainer, data, initial_weights), **origin}
         _say_start(trainer, data, facts)
-    data = in_memory(data, ("train", "validation", "held_out"), local_ranks(config.devices))
-    build_loader, pin = loaders.build_evaluation_loader, world.device.type == "cuda"
-    loader_of = partial(build_loader, config, rank=world.rank, ranks=world.size, pin=pin)
-    run = Run(
-        trainer,
-        folder,
-        batches,
-        train_loader=loaders.build_training_loader(config, data.train, batches, pin),
-        eval_loader=loader_of(data.per_epoch),
-        test_loader=None if data.validation is None else loader_of(data.held_out),
-        logs=Logs(config.logger if world.is_main else {}, config, folder, trainer.step),
-        stop=Stop(world.size),
-        clock=Clock(config.checkpoint),
-        collected=figures.BatchFigures(world),
-        pulse=Pulse(),
-    )
+    run = _assembled(trainer, folder, batches, data)
     if world.is_main:
         folder.begin(config, None if newest is None else newest[0], state.metrics_size)
         if state.best is not None:
@@ -187,6 +173,34 @@ def start(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Run,
             folder.best_path.unlink(missing_ok=True)
         folder.write_summary(**facts, **progress_entries(run, state), status="running", error=None)
     return run, state
+
+
+def _assembled(
+    trainer: Trainer, folder: RunFolder, batches: loaders.TrainingBatches, data: Data
+) -> Run:
+    """The parts of a run around its trainer; images are read, loggers begin."""
+    config, world = trainer.config, trainer.world
+    pin = world.device.type == "cuda"
+    data = in_memory(data, ("train", "validation", "held_out"), local_ranks(config.devices))
+    evaluation_loader = partial(
+        loaders.build_evaluation_loader, config, rank=world.rank, ranks=world.size, pin=pin
+    )
+    test_loader = None
+    if data.validation is not None:
+        test_loader = evaluation_loader(data.held_out)
+    return Run(
+        trainer=trainer,
+        folder=folder,
+        batches=batches,
+        train_loader=loaders.build_training_loader(config, data.train, batches, pin),
+        eval_loader=evaluation_loader(data.per_epoch),
+        test_loader=test_loader,
+        logs=Logs(config.logger if world.is_main else {}, config, folder, trainer.step),
+        stop=Stop(world.size),
+        clock=Clock(config.checkpoint),
+        collected=figures.BatchFigures(world),
+        pulse=Pulse(),
+    )
 
 
 def _say_start(trainer: Trainer, data: Data, facts: Mapping[str, Any]) -> None:

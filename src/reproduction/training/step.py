@@ -134,8 +134,8 @@ class Trainer:
                 weight = n * self.world.size / global_size
                 self.scaler.scale(loss * weight).backward()
             loss = loss.detach()
-            own = {"loss": Stat(loss * n, n), "skipped": skipped}
-            parts.append(MicroBatch(loss, output, own | output.sums))
+            metrics = {"loss": Stat(loss * n, n), "skipped": skipped, **output.sums}
+            parts.append(MicroBatch(loss, output, metrics))
 
         # Clip and update
         norm = self._clip_gradients()

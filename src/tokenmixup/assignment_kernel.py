@@ -1,9 +1,8 @@
-"""Kernels for CUDA, each one launch, which the host does not wait for.
+"""The optimal assignment on a GPU, which the host does not wait for.
 
-`received` is what keys receive of attention, whose map never leaves the processor.
-`device_donors` is the optimal assignment. Gains become integers of at most 28 bits. Whatever
-follows is exact and independent of the order of threads, so every run gives the same donors, whose
-total gain is below the optimum by at most `easy samples x 2^-28` of the largest gain.
+Gains become integers of at most 28 bits. Whatever follows is exact and independent of the order of
+threads, so every run gives the same donors, whose total gain is below the optimum by at most
+`easy samples x 2^-28` of the largest gain.
 
 1. `_prices`: Sinkhorn's iterations in float32 guess what each donor is worth. Any start is right;
    a good one leaves little to the searches. Skipped if few samples are easy.
@@ -13,8 +12,10 @@ total gain is below the optimum by at most `easy samples x 2^-28` of the largest
 4. Donors that nobody takes have to be cheapest. If hard samples leave some that are not, a receiver
    without any gain, row `b`, takes the cheap ones, and searches free the others.
 
-Letters: b batch, B the power of two from it on, R rows of a tile; rows receive, columns give. Of
-attention: h heads, n queries, m keys, e head width.
+The first two are one kernel, of many threads, since they go through all gains; the others are a
+second one, of few, since a search goes through one row after another.
+
+Letters: b batch, B the power of two from it on, R rows of a tile; rows receive, columns give.
 """
 
 import torch
@@ -27,9 +28,15 @@ FAR = tl.constexpr(2**31 - 1)
 NEVER = tl.constexpr(-(2**30))  # worth of a column that is none
 SMALLEST = tl.constexpr(1e-290)  # gains whose range is below are taken as equal
 COOLING = tl.constexpr(0.3)
-TILE = 2**13  # numbers that are processed together; more need registers that spill
-ITERATIONS, BIDS, WARPS = 3, 4, 8  # fastest on an H200 for 64 to 504 samples
-SCORES = 2**14  # of a tile of attention
+OVERRELAXED = tl.constexpr(1.4)  # steps of Sinkhorn's iterations (Thibault et al., 2017)
+LARGEST_EXPONENT = tl.constexpr(100.0)  # of a donor's factor, a power of two
+LN_2 = tl.constexpr(0.6931471805599453)
+TILE = 2**12  # numbers that are processed together; more need registers that spill
+# Chosen by counted steps and instructions, not yet by times on a GPU
+ITERATIONS = 4  # of Sinkhorn's, in each phase
+BIDS = 4  # rounds of them
+WARPS = 16  # of the first kernel
+SEARCHED = 256  # columns for each warp of the second, which waits for all of them at each step
 
 
 @triton.jit
@@ -57,17 +64,18 @@ def _to_integers(gain_ptr, easy_ptr, cost_ptr, b, B: tl.constexpr, R: tl.constex
     of easy samples, and whether their gains are finite.
     """
     cols = tl.arange(0, B)
-    top, low = tl.full([B], -float("inf"), tl.float64), tl.full([B], float("inf"), tl.float64)
-    wrong, easy_rows = tl.zeros([B], tl.int32), tl.full((), 0, tl.int32)
+    top = tl.full([R, B], -float("inf"), tl.float64)
+    low = tl.full([R, B], float("inf"), tl.float64)
+    wrong, easy_rows = tl.zeros([R, B], tl.int32), tl.full((), 0, tl.int32)
     for first in range(0, b, R):
         gain, used, easy = _easy_gains(gain_ptr, easy_ptr, first, b, B, R)
-        wrong += tl.sum(((tl.abs(gain) < float("inf")) == 0).to(tl.int32), 0)  # nan too
-        top = tl.maximum(top, tl.max(tl.where(used, gain, -float("inf")), 0))
-        low = tl.minimum(low, tl.min(tl.where(used, gain, float("inf")), 0))
+        wrong += ((tl.abs(gain) < float("inf")) == 0).to(tl.int32)  # nan too
+        top = tl.maximum(top, tl.where(used, gain, -float("inf")))
+        low = tl.minimum(low, tl.where(used, gain, float("inf")))
         easy_rows += easy
-    least = tl.min(low, 0)
-    span = tl.max(top, 0) - least
-    finite = tl.sum(wrong, 0) == 0
+    least = tl.min(low)
+    span = tl.max(top) - least
+    finite = tl.sum(wrong) == 0
     has_span = finite & (span > SMALLEST) & (span < float("inf"))
     scale = tl.where(has_span, 1.0 / tl.where(has_span, span, 1.0) * ONE, 0.0)
     least = tl.where(has_span, least, 0.0)
@@ -98,34 +106,38 @@ def _prices(cost_ptr, kernel_ptr, b, easy_rows, B: tl.constexpr, R: tl.constexpr
     mean regret. Lowered until as many prices are 0 as donors stay without a receiver.
     """
     cols = tl.arange(0, B)
-    price = tl.zeros([B], tl.float32)
-    for first in range(0, b, R):  # at first the largest gain
+    largest = tl.zeros([R, B], tl.int32)
+    for first in range(0, b, R):
         whole, _ = _load(cost_ptr, first, b, B, R)
-        price = tl.maximum(price, tl.max(whole, 0).to(tl.float32) / ONE)
+        largest = tl.maximum(largest, whole)
+    price = tl.max(largest, 0).to(tl.float32) / ONE
     share = tl.full((), 0.2, tl.float32)
     for _phase in range(4):
-        regret = tl.zeros([B], tl.float32)
+        regret = tl.zeros([R, B], tl.float32)
         for first in range(0, b, R):
             worth, _, _ = _regrets(cost_ptr, price, first, b, B, R)
-            regret -= tl.sum(worth, 0)
-        heat = tl.maximum(share * tl.sum(regret, 0) / b / b, 1e-30)
+            regret -= worth
+        heat = tl.maximum(share * tl.sum(regret) / b / b, 1e-30)
         share *= COOLING
         for first in range(0, b, R):
             worth, inside, row = _regrets(cost_ptr, price, first, b, B, R)
             kernel = tl.where(inside, tl.exp(tl.maximum(worth / heat, -40.0)), 0.0)  # in range
             tl.store(kernel_ptr + row[:, None] * B + cols[None, :], kernel)
         tl.debug_barrier()
-        factor = tl.full([B], 1.0, tl.float32)
+        exponent = tl.zeros([B], tl.float32)
         for _ in range(N):
-            wanted = tl.zeros([B], tl.float32)
+            factor = tl.exp2(exponent)
+            wanted = tl.zeros([R, B], tl.float32)
             for first in range(0, b, R):
                 row = first + tl.arange(0, R)
                 kernel = tl.load(kernel_ptr + row[:, None] * B + cols[None, :])
                 total = tl.sum(kernel * factor[None, :], 1)
                 weight = tl.where(row < b, 1.0 / tl.where(row < b, total, 1.0), 0.0)
-                wanted += tl.sum(kernel * weight[:, None], 0)
-            factor = 1.0 / tl.minimum(tl.maximum(wanted, 1e-30), 1e30)
-        price -= heat * tl.log(factor)
+                wanted += kernel * weight[:, None]
+            step = -tl.log2(tl.sum(wanted, 0)) - exponent
+            exponent += OVERRELAXED * step
+            exponent = tl.minimum(tl.maximum(exponent, -LARGEST_EXPONENT), LARGEST_EXPONENT)
+        price -= heat * LN_2 * exponent
         tl.debug_barrier()
     whole = (tl.minimum(tl.maximum(price, -3.5), 3.5) * ONE).to(tl.int32)
     low = tl.min(tl.where(cols < b, whole, FAR), 0)
@@ -198,11 +210,13 @@ def _augment(cost_ptr, root, price, owner, b, B: tl.constexpr):
 
 
 @triton.jit
-def _assign(
+def _start(
     gain_ptr,
     easy_ptr,
     cost_ptr,
     kernel_ptr,
+    price_ptr,
+    owner_ptr,
     donor_ptr,
     b,
     B: tl.constexpr,
@@ -210,36 +224,46 @@ def _assign(
     N: tl.constexpr,
     BIDS: tl.constexpr,
 ):
+    """Steps 1 and 2: writes prices and owners, and -1 as the donor of whoever needs no search."""
     cols = tl.arange(0, B)
     easy_rows, finite = _to_integers(gain_ptr, easy_ptr, cost_ptr, b, B, R)
     easy = tl.load(easy_ptr + cols, cols < b, 0) != 0
     own = tl.where(easy & (finite == 0), -1, cols)  # a hard sample's donor is itself
     tl.store(donor_ptr + cols, own.to(tl.int64), cols < b)
+    price, owner = tl.zeros([B], tl.int32), tl.full([B], -1, tl.int32)
     if finite & (easy_rows > 0):
-        price, owner = tl.zeros([B], tl.int32), tl.full([B], -1, tl.int32)
         if 8 * easy_rows > b:  # else few compete for a donor
             price = _prices(cost_ptr, kernel_ptr, b, easy_rows, B, R, N)
         moves, rounds = tl.full((), 1, tl.int32), tl.full((), 0, tl.int32)
         while (moves > 0) & (rounds < BIDS):
             price, owner, moves = _bid(cost_ptr, easy_ptr, price, owner, b, B, R)
             rounds += 1
-        # `donor_ptr` tells which receivers have one: at the places of those it becomes -1
-        tl.debug_barrier()
-        tl.store(donor_ptr + owner, tl.full([B], -1, tl.int64), owner >= 0)
-        tl.debug_barrier()
-        waits = easy & (tl.load(donor_ptr + cols, cols < b, -1) >= 0)
+    tl.debug_barrier()
+    tl.store(donor_ptr + owner, tl.full([B], -1, tl.int64), owner >= 0)
+    tl.store(price_ptr + cols, price)
+    tl.store(owner_ptr + cols, owner)
+
+
+@triton.jit
+def _search(cost_ptr, easy_ptr, price_ptr, owner_ptr, donor_ptr, b, B: tl.constexpr):
+    """Steps 3 and 4: writes the donors."""
+    cols = tl.arange(0, B)
+    price, owner = tl.load(price_ptr + cols), tl.load(owner_ptr + cols)
+    easy = tl.load(easy_ptr + cols, cols < b, 0) != 0
+    waits = easy & (tl.load(donor_ptr + cols, cols < b, -1) >= 0)
+    root = tl.min(tl.where(waits, cols, FAR), 0)
+    while root < b:
+        price, owner = _augment(cost_ptr, root, price, owner, b, B)
+        waits = waits & (cols != root)
         root = tl.min(tl.where(waits, cols, FAR), 0)
-        while root < b:
-            price, owner = _augment(cost_ptr, root, price, owner, b, B)
-            waits = waits & (cols != root)
-            root = tl.min(tl.where(waits, cols, FAR), 0)
-        if easy_rows < b:
-            cheapest = tl.min(tl.where(cols < b, price, FAR), 0)
-            owner = tl.where((owner < 0) & (cols < b) & (price == cheapest), b, owner)
-            while tl.max(((owner < 0) & (cols < b)).to(tl.int32), 0) > 0:
-                price, owner = _augment(cost_ptr, b, price, owner, b, B)
-        tl.debug_barrier()
-        tl.store(donor_ptr + owner, cols.to(tl.int64), (owner >= 0) & (owner < b))
+    easy_rows = tl.sum(easy.to(tl.int32), 0)
+    if easy_rows < b:
+        cheapest = tl.min(tl.where(cols < b, price, FAR), 0)
+        owner = tl.where((owner < 0) & (cols < b) & (price == cheapest), b, owner)
+        while tl.max(((owner < 0) & (cols < b)).to(tl.int32), 0) > 0:
+            price, owner = _augment(cost_ptr, b, price, owner, b, B)
+    tl.debug_barrier()
+    tl.store(donor_ptr + owner, cols.to(tl.int64), (owner >= 0) & (owner < b))
 
 
 def device_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
@@ -251,62 +275,14 @@ def device_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
     b = len(gain)
     size = max(triton.next_power_of_2(b), 16)
     rows = min(size, TILE // size)
+    gain, is_easy = gain.contiguous(), is_easy.contiguous()
     cost = gain.new_empty((b + rows) * size, dtype=torch.int32)
     kernel = torch.empty_like(cost, dtype=torch.float32)
+    price, owner = cost.new_empty(2, size)
     donor = gain.new_empty(b, dtype=torch.int64)
-    tensors = (gain.contiguous(), is_easy.contiguous(), cost, kernel, donor)
-    _assign[(1,)](*tensors, b, size, rows, ITERATIONS, BIDS, num_warps=WARPS)
+    state = (price, owner, donor)
+    _start[(1,)](
+        gain, is_easy, cost, kernel, *state, b, size, rows, ITERATIONS, BIDS, num_warps=WARPS
+    )
+    _search[(1,)](cost, is_easy, *state, b, size, num_warps=max(1, size // SEARCHED))
     return donor
-
-
-@triton.jit
-def _received(
-    q_ptr,
-    k_ptr,
-    out_ptr,
-    heads,
-    rows,
-    keys,
-    width,
-    scale,
-    q_b,
-    q_h,
-    q_n,
-    k_b,
-    k_h,
-    k_n,
-    R: tl.constexpr,
-    M: tl.constexpr,
-    E: tl.constexpr,
-):
-    sample, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    e, m = tl.arange(0, E), tl.arange(0, M)
-    k_tile = k_ptr + sample * k_b + head * k_h + m[None, :] * k_n + e[:, None]
-    k = tl.load(k_tile, (m < keys)[None, :] & (e < width)[:, None], 0.0)  # e m
-    total = tl.zeros([M], tl.float32)
-    for first in range(0, rows, R):
-        row = first + tl.arange(0, R)
-        q_tile = q_ptr + sample * q_b + head * q_h + row[:, None] * q_n + e[None, :]
-        q = tl.load(q_tile, (row < rows)[:, None] & (e < width)[None, :], 0.0)  # r e
-        score = tl.where((m < keys)[None, :], tl.dot(q, k) * scale, -float("inf"))
-        share = tl.exp(score - tl.max(score, 1)[:, None])
-        share = share / tl.sum(share, 1)[:, None]
-        total += tl.sum(tl.where((row < rows)[:, None], share, 0.0), 0)
-    out = out_ptr + (sample * heads + head) * keys + m
-    tl.store(out, total / (rows * heads), m < keys)
-
-
-def received(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """What keys receive, the mean over heads and queries: `b h n e`, `b h m e` -> `b m` float32.
-
-    The products of float16 and bf16 are summed in float32, so no score overflows.
-    """
-    b, h, rows, width = q.shape
-    keys = k.shape[2]
-    q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
-    out = q.new_empty(b, h, keys, dtype=torch.float32)
-    m, e = (max(16, triton.next_power_of_2(x)) for x in (keys, width))
-    r = max(16, min(triton.next_power_of_2(rows), 64, SCORES // m))
-    strides = (*q.stride()[:3], *k.stride()[:3])
-    _received[b, h](q, k, out, h, rows, keys, width, scale, *strides, r, m, e, num_warps=WARPS)
-    return out.sum(dim=1)

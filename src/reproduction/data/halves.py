@@ -1,0 +1,191 @@
+"""An opened data set: its halves, whose images are read from files or held in memory."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from PIL import Image
+from torchvision.datasets import DatasetFolder
+
+from reproduction.data.images import NoImage, rgb, size
+from reproduction.system import PlainError
+
+MOST_MEMORY = 2**30  # bytes of decoded images that the runs of one command keep on a machine
+MOST_SIZES = 10**5  # files whose sizes are read; those of ImageNet may take minutes
+READABLE = 100  # of so many training images one may be unreadable
+
+
+class Items(Protocol):
+    """What a function returns: images with their classes. It may have `targets` and `classes`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Unreadable(PlainError):
+    """The content of an image cannot be decoded; the line names the image."""
+
+
+@dataclass(frozen=True, eq=False)
+class Half:
+    """Some of the images of `items`: `half[i]` is an RGB image and the index of its class.
+
+    `places` are theirs in `items`; `decoded` their pixels, if they are held in memory, or why there
+    are none.
+    """
+
+    items: Items
+    targets: list[int]
+    places: Sequence[int]
+    decoded: list[np.ndarray | str] | None = None
+
+    @classmethod
+    def of(cls, items: Items, targets: Sequence[int]) -> "Half":
+        """All images of `items`."""
+        return cls(items, [*targets], range(len(targets)))
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        """Raises Unreadable for content that is no image, PlainError for the system's errors."""
+        return self._image(index), self.targets[index]
+
+    def _image(self, index: int) -> Image.Image:
+        if self.decoded is not None:
+            pixels = self.decoded[index]
+            if isinstance(pixels, str):
+                raise Unreadable(pixels)
+            return Image.fromarray(pixels)
+        try:
+            return rgb(self.items[self.places[index]][0])
+        except NoImage as error:
+            raise Unreadable(f"{self._named(index)}: {error}") from error
+        except OSError as error:  # Pillow's have no number, when another function has read the file
+            if error.errno is None:
+                raise Unreadable(f"{self._named(index)}: {NoImage(str(error))}") from error
+            raise PlainError(f"{self._named(index)}: {os.strerror(error.errno)}") from error
+
+    @property
+    def folder(self) -> DatasetFolder | None:
+        """What has found the files of the images, if they are files of a folder."""
+        return self.items if isinstance(self.items, DatasetFolder) else None
+
+    def name(self, index: int) -> str:
+        """The path of an image, or its place in the data set."""
+        place = self.places[index]
+        if self.folder is None:
+            return str(place)
+        return str(self.folder.samples[place][0])
+
+    def _named(self, index: int) -> str:
+        name = self.name(index)
+        return f"dataset.source: image {name}" if self.folder is None else name
+
+    def take(self, indices: Sequence[int]) -> "Half":
+        targets = [self.targets[i] for i in indices]
+        places = [self.places[i] for i in indices]
+        return Half(self.items, targets, places)
+
+    def content(self, classes: list[str]) -> list[str]:
+        """What tells images from others: names and sizes of files, else their classes."""
+        if self.folder is None:
+            return [classes[target] for target in self.targets]
+        names = [self.name(index) for index in range(len(self))]
+        root = str(self.folder.root)
+        pairs = zip(_sizes(names), names, strict=True)
+        return [f"{size} {name.removeprefix(root)}" for size, name in pairs]
+
+    def pixels(self) -> Iterator[bytes]:
+        """The images that a function has returned in a list, which lie in memory."""
+        if not isinstance(self.items, list | tuple):
+            return
+        for place in self.places:
+            image = np.asarray(self.items[place][0])
+            yield f"{image.dtype} {image.shape}".encode() + image.tobytes()
+
+
+def _sizes(paths: list[str]) -> list[int | bool]:
+    """The bytes of files; False for one that is not there, or if there are too many to ask."""
+    if len(paths) > MOST_SIZES:
+        return [False] * len(paths)
+    return [os.path.exists(path) and os.path.getsize(path) for path in paths]
+
+
+class Data(NamedTuple):
+    """A data set. `validation` is a part of the training images, or a folder of its own."""
+
+    train: Half
+    held_out: Half
+    classes: list[str]
+    validation: Half | None = None
+    remarks: tuple[str, ...] = ()  # what is allowed but probably a mistake
+
+    @property
+    def per_epoch(self) -> Half:
+        """The images to evaluate on after an epoch: for validation, else the held-out ones."""
+        return self.held_out if self.validation is None else self.validation
+
+
+def in_memory(data: Data, names: Sequence[str], ranks: int) -> Data:
+    """Decodes the files of the named halves, in this order, as long as all of a half fit.
+
+    MOST_MEMORY is for all `ranks` of a machine, each of which holds its own. PlainError if more is
+    unreadable than training bears, or anything to evaluate on.
+    """
+    room = MOST_MEMORY // ranks
+    for name in names:
+        half = getattr(data, name)
+        if half is None or half.folder is None:
+            continue
+        left = _left(half, room)
+        if left < 0:
+            continue
+        room = left
+        decoded = read_all(half, np.array)
+        broken = {i: x for i, x in enumerate(decoded) if isinstance(x, str)}
+        if name == "train":
+            check_share(broken, half)
+        elif broken:
+            first = next(iter(broken.values()))
+            count = f"{len(broken):,} of {len(half):,} images to evaluate on"
+            raise PlainError(f"{first}; {count} are unreadable, allowed is none")
+        data = data._replace(**{name: replace(half, decoded=decoded)})
+    return data
+
+
+def check_share(unreadable: Mapping[int, str], half: Half) -> None:
+    """Raises PlainError, which names the first, if more than 1 in READABLE images is unreadable.
+
+    `unreadable` maps the indices of training images to the reason.
+    """
+    if len(unreadable) * READABLE > len(half):
+        first = next(iter(unreadable.values()))
+        count = f"{len(unreadable):,} of {len(half):,} images to train on"
+        raise PlainError(f"{first}; {count} are unreadable, allowed is 1 in {READABLE}")
+
+
+def _left(half: Half, room: int) -> int:
+    """What of the room is left beside all images of a half, negative if they do not fit."""
+    for index in range(len(half)):
+        room -= size(half.name(index))
+        if room < 0:
+            break
+    return room
+
+
+def read_all(half: Half, keep: Callable[[Image.Image], Any]) -> list[Any]:
+    """What to keep of each image, or as a text why it is unreadable."""
+
+    def each(index: int) -> Any:
+        try:
+            return keep(half[index][0])
+        except Unreadable as error:
+            return str(error)
+
+    with ThreadPoolExecutor(8) as pool:  # decoding releases the GIL
+        return list(pool.map(each, range(len(half))))

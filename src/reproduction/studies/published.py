@@ -1,0 +1,125 @@
+"""Published results: docs/results.md, and the lines behind it, one for each run."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pandas as pd
+
+from reproduction.config import ROOT
+from reproduction.runs import RunFolder, flat, key, nested, saved, settings
+from reproduction.studies.page import HOW_TO_READ
+from reproduction.studies.results import counted, read_store
+from reproduction.studies.study import FULL, Study, plan, read, studies
+from reproduction.studies.tables import planned, study_table
+from reproduction.studies.text import markdown, number
+from reproduction.system import UserError, write_text
+
+RESULTS = ROOT / "results"
+COPIED = (  # from summary.json into a line of results/
+    "seed",
+    "top1_last",
+    "top1_median10",
+    "top1_best",
+    "top5_last",
+    "top5_best",
+    "epochs",
+    "hardware",
+    "devices",
+    "threads",
+    "mixed_share",
+    "mixed_samples",
+    "mixed_tokens",
+    "git_revision",
+    "versions",
+    "parameters",
+    "log",
+    "weights_sha256",
+)
+INTRODUCTION = f"""# Results
+
+`python -m scripts.report --results results` writes this page from `results/*.jsonl`, which hold a
+line for each run; `make publish` adds one. To check a line, train its configuration again at its
+git revision: on a CPU, with the same versions and threads, the weights are equal bit for bit. The
+sha256 of the lines that are here is that of a file, of new ones that of the weights' names and
+bytes. cifar10_5k and digits100 lack the threads (digits100: `OMP_NUM_THREADS=1`), and their sha256
+may differ for equal weights.
+
+{HOW_TO_READ}
+
+So few pairs find only a difference that is large compared with its spread: no test shows that two
+rows are equal, and nothing follows for other models, data, training lengths or settings, including
+the paper's. Runs of pilots were not kept.
+"""
+
+
+def results_page(results: Path = RESULTS) -> str:
+    """Returns docs/results.md: the studies that have run, then those that are registered."""
+    lines, registered = [INTRODUCTION], []
+    for path in sorted(results.glob("*.yaml")):
+        study = read(path)
+        if path.with_suffix(".jsonl").exists():
+            lines += _section(path, study)
+        else:
+            registered.append(f"[{study.title}](../results/{path.name})")
+    not_run = f"No row of the paper's tables. Registered: {'; '.join(registered)}."
+    return "\n".join([*lines, f"\n## Not run\n\n{not_run}\n"])
+
+
+def _section(path: Path, study: Study) -> Iterator[str]:
+    """Yields Markdown of a study and its published runs."""
+    runs = read_store(path.with_suffix(".jsonl"))
+    (whole,) = planned(plan({str(path): study}, None, FULL, []))
+    table = study_table(whole, runs)
+    file = f"results/{path.name}"
+    yield f"\n## {study.title}\n\n{study.about.strip()}\n"
+    yield (
+        f"Fixed before the first run by [`{file}`](../{file}), which `make study FILE={file}` "
+        f"trains. {study.pilot.strip()}\n"
+    )
+    yield f"{len(counted(runs).runs)} of {table.planned} runs are finished.\n"
+    yield from table.lines(level=3)
+    if study.source:
+        yield f"\nQuoted, not trained here: {study.source.strip()}.\n"
+        yield markdown(_quoted(study))
+
+
+def _quoted(study: Study) -> pd.DataFrame:
+    rows = []
+    for name, columns in study.quoted.items():
+        for column, printed in columns.items():
+            text = number(printed.get("top1"), ".2f")
+            rows.append({"row": name, "column": column, "top-1 [%]": text})
+    return pd.DataFrame(rows)
+
+
+def publish(run: Path, path: Path) -> None:
+    """Adds the line of a finished run to a file of results/, in place of one of the same run."""
+    folder, file = RunFolder(run.resolve()), path.with_suffix(".yaml")
+    points = plan(studies(str(file)), None, FULL, [])
+    rows = {key(point.config): point.config for point in points}
+    identity = key(folder.read_config())
+    row, summary = rows.get(identity), folder.read_summary()
+    missing = [name for name in COPIED if name not in summary]
+    if row is None or not folder.is_finished() or "selected_epoch" in summary or missing:
+        lacks = ""
+        if missing:
+            lacks = f"; summary.json lacks {', '.join(missing)}"
+        raise UserError(f"run={run}: must be a finished run of {file}, without validation{lacks}")
+    written = {name: x for name, x in flat(asdict(row)) if name in settings(row)}  # as typed there
+    plain = json.loads(json.dumps(written), parse_constant={"Infinity": "inf"}.__getitem__)
+    line = {"name": summary.get("name") or folder.path.name}  # of a copy the original's
+    line |= {name: summary[name] for name in COPIED}
+    line |= {"hours": round(summary["seconds"] / 3600, 3), "config": plain}
+    lines = []
+    if path.exists():
+        lines = path.read_text().splitlines()
+    others = [text for text in lines if _identity(text) != identity]
+    write_text(path, "\n".join([*others, json.dumps(line)]) + "\n")
+
+
+def _identity(text: str) -> str:
+    """Returns the identity of the run of a published line."""
+    config = json.loads(json.dumps(json.loads(text)["config"]).replace('"inf"', "Infinity"))
+    return key(saved(nested(config)))

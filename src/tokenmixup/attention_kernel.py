@@ -1,0 +1,69 @@
+"""What keys receive of attention, on a GPU: the map never leaves the processor.
+
+Letters: b batch, h heads, n queries, m keys, e head width; R, M, E powers of two, of a tile.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SCORES = 2**14  # of a tile
+WARPS = 8
+
+
+@triton.jit
+def _received(
+    q_ptr,
+    k_ptr,
+    out_ptr,
+    heads,
+    rows,
+    keys,
+    width,
+    scale,
+    q_b,
+    q_h,
+    q_n,
+    k_b,
+    k_h,
+    k_n,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    E: tl.constexpr,
+):
+    """The share of one head: each of its queries gives 1 in all. Scores count in powers of two."""
+    sample, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    e, m = tl.arange(0, E), tl.arange(0, M)
+    k_tile = k_ptr + sample * k_b + head * k_h + m[None, :] * k_n + e[:, None]
+    k = tl.load(k_tile, (m < keys)[None, :] & (e < width)[:, None], 0.0)  # e m
+    total = tl.zeros([R, M], tl.float32)  # summed over its rows at the end, once
+    for first in range(0, rows, R):
+        row = first + tl.arange(0, R)
+        q_tile = q_ptr + sample * q_b + head * q_h + row[:, None] * q_n + e[None, :]
+        q = tl.load(q_tile, (row < rows)[:, None] & (e < width)[None, :], 0.0)  # r e
+        score = tl.where((m < keys)[None, :], tl.dot(q, k) * scale, -float("inf"))
+        power = tl.exp2(score - tl.max(score, 1)[:, None])
+        weight = tl.where(row < rows, 1.0 / tl.sum(power, 1), 0.0)
+        total += power * weight[:, None]
+    out = out_ptr + (sample * heads + head) * keys + m
+    tl.store(out, tl.sum(total, 0) / (rows * heads), m < keys)
+
+
+def received(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """What keys receive, the mean over heads and queries: `b h n e`, `b h m e` -> `b m` float32.
+
+    The products of float16 and bf16 are summed in float32, so no score overflows.
+    """
+    b, h, rows, width = q.shape
+    keys = k.shape[2]
+    q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
+    out = q.new_empty(b, h, keys, dtype=torch.float32)
+    m, e = (max(16, triton.next_power_of_2(x)) for x in (keys, width))
+    r = max(16, min(triton.next_power_of_2(rows), 64, SCORES // m))
+    strides = (*q.stride()[:3], *k.stride()[:3])
+    scale *= math.log2(math.e)  # powers of two instead of e
+    _received[b, h](q, k, out, h, rows, keys, width, scale, *strides, r, m, e, num_warps=WARPS)
+    return out.sum(dim=1)

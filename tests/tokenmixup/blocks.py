@@ -1,0 +1,683 @@
+"""Small blocks, half of which break what watching assumes, and what they compute by hand.
+
+`by_hand` is Eq. 13 in plain matrix products: the memory is keys and values, and nothing else.
+Letters: b batch, h heads, n tokens, m memory, d width, e head width.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH, HEADS, TOKENS = 64, 4, 16  # a head is as wide as there are tokens
+SDPA = F.scaled_dot_product_attention
+
+
+class Block(nn.Module):
+    """Attention and MLP, as timm has them; the blocks below differ in one thing each."""
+
+    heads = HEADS
+    draws_for_memory = False  # whether random layers of the MLP draw for the memory's rows as well
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = self.projected(x)
+        return self.proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+    def projected(self, x: Tensor) -> Tensor:
+        return self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return SDPA(q, k, v)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+    def tokens(self, out: Any) -> Tensor:
+        """What a model takes from what the block returns."""
+        return out
+
+    def by_hand(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns tokens `b n d` and the map of the own tokens over these, `b h n n`."""
+        n, m = x.shape[1], memory.shape[1]
+        q, k, v = self.projected(self.norm1(torch.cat([x, memory], dim=1)))
+        attn = exponential(self.scores(q[:, :, :n], k))
+        mixed = self.dropped(attn) @ v
+        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
+        rows = F.pad(x, (0, 0, 0, m)) if self.draws_for_memory else x
+        return x + self.mlp(self.norm2(rows))[:, :n], attn[..., :n]
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.mT / math.sqrt(q.shape[-1])
+
+    def dropped(self, attn: Tensor) -> Tensor:
+        return attn
+
+
+def exponential(scores: Tensor) -> Tensor:
+    """A softmax that nobody sees."""
+    powers = (scores - scores.amax(dim=-1, keepdim=True)).exp()
+    return powers / powers.sum(dim=-1, keepdim=True)
+
+
+class Case(NamedTuple):
+    """A block, and for HTM and VTM whether it is right, or else refused in one line."""
+
+    build: Callable[[], Block]
+    htm: bool
+    vtm: bool
+    samples: int = 4
+
+
+CASES: dict[str, dict[str, Case]] = {}
+
+
+def case(row: str, htm: bool = True, vtm: bool = True, samples: int = 4) -> Any:
+    def enter(kind: Any) -> Any:
+        CASES.setdefault(row, {})[kind.__name__] = Case(kind, htm, vtm, samples)
+        return kind
+
+    return enter
+
+
+# 1. What has the shape of a map is the map, batch first
+
+
+@case("map")
+class Fused(Block):
+    pass
+
+
+@case("map")
+class Softmax(Block):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.softmax(self.scores(q, k), -1) @ v
+
+
+@case("map")
+class SoftmaxByName(Block):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.softmax(input=self.scores(q, k), dim=3) @ v
+
+
+@case("map")
+class OneHead(Block):
+    heads = 1
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return SDPA(q[:, 0], k[:, 0], v[:, 0])[:, None]
+
+
+@case("map")
+class Multihead(Block):
+    """torch's own attention, batch first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.qkv, self.proj = nn.Linear(1, 1), self.own.out_proj
+
+    def attention(self, x: Tensor) -> Tensor:
+        return self.own(x, x, x, need_weights=False)[0]
+
+    def projected(self, x: Tensor) -> Tensor:
+        both = F.linear(x, self.own.in_proj_weight, self.own.in_proj_bias)
+        return both.unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+
+
+@case("map", htm=False, vtm=False)
+class HeadsFirst(Block):
+    """With as many samples as heads."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        return SDPA(q, k, v).transpose(0, 1)
+
+
+@case("map", htm=False, vtm=False, samples=TOKENS)
+class SequenceFirst(Block):
+    """torch's encoder layer in its default order, with as many samples as tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, HEADS, WIDTH, dropout=0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@case("map", htm=False, vtm=False)
+class LinearAttention(Block):
+    """Queries that are normalised over their width."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q.softmax(dim=-1) @ (k.softmax(dim=-2).mT @ v)
+
+
+@case("map", htm=False, vtm=False)
+class KeysOverTokens(Block):
+    """Rows are features, columns are tokens."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q @ (k.mT.softmax(dim=-1) @ v)
+
+
+@case("map", htm=False, vtm=False)
+class OverChannels(Block):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ((q.mT @ k / TOKENS).softmax(dim=-1) @ v.mT).mT
+
+
+@case("map", htm=False, vtm=False, samples=TOKENS)
+class OverSamples(Block):
+    """A token attends to those at its place in the other samples, as many as there are tokens."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 2) for x in (q, k, v))
+        return SDPA(q, k, v).transpose(0, 2)
+
+
+@case("map", htm=False, vtm=False)
+class SamplesStandardised(Block):
+    """By hand, over the batch, in training."""
+
+    def projected(self, x: Tensor) -> Tensor:
+        x = (x - x.mean(dim=0)) / (x.var(dim=0) + 1e-3).sqrt() if self.training else x
+        return super().projected(x)
+
+
+# 2. Beside its attention a block works token by token (VTM)
+
+
+@case("tokens")
+class GateOfZero(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(WIDTH))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.gate * super().mlp(x)
+
+
+@case("tokens")
+class GatedUnits(Block):
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.up(x)) * x)
+
+
+@case("tokens")
+class ScaledTokens(Block):
+    """Each token by its own length, and by a gate of its own."""
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1) * self.up(x).mean(dim=-1, keepdim=True).sigmoid()
+
+
+@case("tokens")
+class NormedQueries(Block):
+    def projected(self, x: Tensor) -> Tensor:
+        q, k, v = super().projected(x)
+        return torch.stack([F.normalize(q, dim=-1), 4 * F.normalize(k, dim=-1), v])
+
+
+@case("tokens", vtm=False)
+class SqueezeAndExcite(Block):
+    def mlp(self, x: Tensor) -> Tensor:
+        return x * self.up(x.mean(dim=1, keepdim=True)).sigmoid()
+
+
+@case("tokens", vtm=False)
+class ResponseNorm(Block):
+    """ConvNeXt-V2's, whose gamma begins at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma_of_gate = nn.Parameter(torch.zeros(1, 1, WIDTH))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        length = x.norm(dim=1, keepdim=True)
+        return x + self.gamma_of_gate * x * length / (length.mean(dim=-1, keepdim=True) + 1e-6)
+
+
+@case("tokens", vtm=False)
+class NormOverTokens(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.over_tokens = nn.InstanceNorm1d(WIDTH)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return super().mlp(self.over_tokens(x.mT).mT)
+
+
+@case("tokens", vtm=False)
+class Convolved(Block):
+    """Behind a gate that begins at 0 (ReZero)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(()))
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return super().mlp(x) + self.gate * self.conv(x.mT).mT
+
+
+@case("tokens", vtm=False)
+class SoftExperts(Block):
+    """Experts that read weighted means of the tokens."""
+
+    def mlp(self, x: Tensor) -> Tensor:
+        share = self.up(x)[..., :3]  # b n slots
+        slots = exponential(share.mT) @ x
+        return exponential(share) @ self.down(slots)
+
+
+@case("tokens", vtm=False)
+class MeanSubtracted(Block):
+    def projected(self, x: Tensor) -> Tensor:
+        return super().projected(x - x.mean(dim=1, keepdim=True))
+
+
+@case("tokens", vtm=False)
+class Rotary(Block):
+    """Positions that the block makes from the number of its tokens."""
+
+    def projected(self, x: Tensor) -> Tensor:
+        q, k, v = super().projected(x)
+        angle = torch.arange(x.shape[1])[:, None] / 2.0 ** torch.arange(q.shape[-1] // 2)
+        return torch.stack([rotated(q, angle), rotated(k, angle), v])
+
+
+def rotated(x: Tensor, angle: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], dim=-1)
+
+
+@case("tokens", vtm=False)
+class Distances(Block):
+    """A bias by distance (ALiBi), made from the number of tokens."""
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().scores(q, k) + self.bias(k.shape[2])[: q.shape[2]]
+
+    def bias(self, n: int) -> Tensor:
+        place = torch.arange(n)
+        return -0.3 * (place[:, None] - place).abs()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return SDPA(q, k, v, self.bias(k.shape[2]))
+
+
+@case("tokens", vtm=False)
+class AddedPositions(Block):
+    """A table for each of its tokens: there is none for more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(TOKENS, WIDTH))
+
+    def projected(self, x: Tensor) -> Tensor:
+        return super().projected(x + self.places)
+
+
+@case("tokens", vtm=False)
+class BiasBehindSoftmax(Block):
+    """Each key counts a little more, so that further keys change the sum."""
+
+    def dropped(self, attn: Tensor) -> Tensor:
+        return attn + 0.1
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.dropped(self.scores(q, k).softmax(dim=-1)) @ v
+
+
+@case("tokens", vtm=False)
+class CountedKeys(Block):
+    """Scores that are scaled by the logarithm of the number of keys."""
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().scores(q, k) * math.log(k.shape[2])
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return SDPA(q, k, v, scale=math.log(k.shape[2]) / math.sqrt(q.shape[-1]))
+
+
+# 3. Dropout over n + m tokens is that of the MLP (VTM)
+
+
+class Random(Block):
+    """HTM's first run draws as well, so that by hand it would draw other numbers."""
+
+    def drop(self, x: Tensor, share: float = 0.3) -> Tensor:
+        return F.dropout(x, share, self.training)
+
+
+@case("dropout")
+class InTheMlp(Random):
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.drop(self.down(self.drop(F.gelu(self.up(x)))))
+
+
+@case("dropout")
+class OfFusedAttention(Random):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return SDPA(q, k, v, dropout_p=0.3 if self.training else 0.0)
+
+    def dropped(self, attn: Tensor) -> Tensor:
+        return self.drop(attn)
+
+
+@case("dropout")
+class OfAttention(OfFusedAttention):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.dropped(self.scores(q, k).softmax(dim=-1)) @ v
+
+
+@case("dropout")
+class WholePaths(Random):
+    """Stochastic depth: one number for each sample."""
+
+    def mlp(self, x: Tensor) -> Tensor:
+        kept = torch.rand(len(x), 1, 1) > 0.4 if self.training else 1.0
+        return super().mlp(x) * kept
+
+
+class LowRank(nn.Module):
+    """LoRA, with dropout in front of it; or DoRA, which scales the sum."""
+
+    def __init__(self, up: float = 0.3, scaled: bool = False):
+        super().__init__()
+        self.base, self.scaled = nn.Linear(WIDTH, 3 * WIDTH), scaled
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, 3 * WIDTH, bias=False)
+        nn.init.normal_(self.up.weight, std=up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.base(x) + self.up(self.down(F.dropout(x, 0.5, self.training)))
+        if not self.scaled:
+            return out
+        whole = self.base.weight + self.up.weight @ self.down.weight
+        return out * (self.base.weight.norm(dim=1) / whole.norm(dim=1).detach())
+
+
+@case("dropout")
+class LoRA(Random):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = LowRank()
+
+
+@case("dropout")
+class LoRAThatBegins(Random):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = LowRank(up=0.0)
+
+
+@case("dropout")
+class DoRA(Random):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = LowRank(scaled=True)
+
+
+@case("dropout")
+class InFrontOfAll(Random):
+    def projected(self, x: Tensor) -> Tensor:
+        return super().projected(self.drop(x))
+
+
+@case("dropout")
+class RerunMlp(Random):
+    """Under the block's own checkpoint; what is run again must draw the same."""
+
+    draws_for_memory = True
+    reentrant = False
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return checkpoint(self.dropping, x, use_reentrant=self.reentrant)
+
+    def dropping(self, x: Tensor) -> Tensor:
+        return self.drop(super().mlp(x))
+
+
+@case("dropout")
+class RerunMlpReentrant(RerunMlp):
+    reentrant = True
+
+
+@case("dropout")
+class ByHand(Random):
+    """A layer of one's own draws for all that it gets."""
+
+    draws_for_memory = True
+
+    def mlp(self, x: Tensor) -> Tensor:
+        kept = (torch.rand(x.shape) > 0.3) / 0.7 if self.training else 1.0
+        return super().mlp(x) * kept
+
+
+@case("dropout", vtm=False)
+class RerunAttention(Block):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return checkpoint(SDPA, q, k, v, use_reentrant=False)
+
+
+# 4. The first output is the residual stream
+
+
+class Several(Block):
+    def tokens(self, out: Any) -> Tensor:
+        return out[0]
+
+
+@case("output")
+class WithNone(Several):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), None
+
+
+@case("output")
+class WithWeights(Several):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x.new_ones(len(x), HEADS, 1)
+
+
+@case("output")
+class InAList(Several):
+    def forward(self, x: Tensor) -> Any:
+        return [super().forward(x), "and something else"]
+
+
+class Returned(NamedTuple):
+    hidden: Tensor
+    loss: float = 0.0
+
+
+@case("output")
+class InANamedTuple(Block):
+    def forward(self, x: Tensor) -> Any:
+        return Returned(super().forward(x))
+
+    def tokens(self, out: Any) -> Tensor:
+        return out.hidden
+
+
+@case("output", htm=False, vtm=False)
+class ResidualBeside(Block):
+    """Mamba's order: what a block adds is added by the next one."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.mlp(self.norm2(x + self.attention(self.norm1(x)))), x
+
+    def tokens(self, out: Any) -> Tensor:
+        return out[0] + out[1]
+
+
+@case("output", htm=False, vtm=False)
+class FeaturesBeside(Several):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.up(x)
+
+
+@case("output", htm=False, vtm=False)
+class InADictionary(Block):
+    def forward(self, x: Tensor) -> Any:
+        return {"hidden": super().forward(x)}
+
+    def tokens(self, out: Any) -> Tensor:
+        return out["hidden"]
+
+
+@dataclass
+class Hidden:
+    hidden: Tensor
+
+
+@case("output", htm=False, vtm=False)
+class InADataclass(InANamedTuple):
+    def forward(self, x: Tensor) -> Any:
+        return Hidden(super().forward(x).hidden)
+
+
+@case("output", htm=False, vtm=False)
+class LossFirst(Block):
+    def forward(self, x: Tensor) -> Any:
+        return 0.5, super().forward(x)
+
+    def tokens(self, out: Any) -> Tensor:
+        return out[1]
+
+
+@case("output", htm=False, vtm=False)
+class PooledFirst(Block):
+    def forward(self, x: Tensor) -> Any:
+        return x.mean(dim=1, keepdim=True), super().forward(x)
+
+    def tokens(self, out: Any) -> Tensor:
+        return out[1]
+
+
+# 5. Nobody catches what ends the first run
+
+
+class Trying(Block):
+    """Falls back to another attention, which is wrong."""
+
+    def wrong(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return exponential(-self.scores(q, k)) @ v
+
+
+@case("errors")
+class ExceptException(Trying):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        try:
+            return SDPA(q, k, v)
+        except Exception:
+            return self.wrong(q, k, v)
+
+
+@case("errors")
+class ExceptRuntimeError(Trying):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        try:
+            return SDPA(q, k, v)
+        except (RuntimeError, ValueError, TypeError):
+            return self.wrong(q, k, v)
+
+
+@case("errors")
+class Suppressed(Trying):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with contextlib.suppress(Exception):
+            return SDPA(q, k, v)
+        return self.wrong(q, k, v)
+
+
+@case("errors")
+class TriedAgain(Trying):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for _ in range(3):
+            try:
+                return self.scores(q, k).softmax(dim=-1) @ v
+            except Exception:
+                self.failed = True
+        return self.wrong(q, k, v)
+
+
+@case("errors")
+class RaisedAgain(Trying):
+    def forward(self, x: Tensor) -> Any:
+        try:
+            return super().forward(x)
+        except Exception as error:
+            raise RuntimeError("in this block") from error
+
+
+@case("errors")
+class InTheEnd(Trying):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        try:
+            return SDPA(q, k, v)
+        finally:
+            self.done = True
+
+
+@case("errors")
+class ExceptAll(Trying):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        try:
+            return SDPA(q, k, v)
+        except BaseException:
+            return self.wrong(q, k, v)
+
+
+@case("errors")
+class ExceptAllOutside(Trying):
+    def forward(self, x: Tensor) -> Any:
+        try:
+            return super().forward(x)
+        except BaseException:
+            return x
+
+
+@case("errors", htm=False, vtm=False)
+class ToASoftmax(ExceptAll):
+    def wrong(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.scores(k, q).softmax(dim=-1) @ v
+
+
+class OwnFunction(torch.autograd.Function):
+    """A softmax and a product with a backward pass of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, v: Tensor) -> Tensor:
+        attn = scores.softmax(dim=-1)
+        ctx.save_for_backward(attn, v)
+        return attn @ v
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        attn, v = ctx.saved_tensors
+        inner = grads[0] @ v.mT
+        return attn * (inner - (inner * attn).sum(dim=-1, keepdim=True)), attn.mT @ grads[0]
+
+
+@case("errors", vtm=False)
+class OfOnesOwnFunction(Block):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return OwnFunction.apply(self.scores(q, k), v)
