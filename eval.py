@@ -26,9 +26,9 @@ from typing import Any
 
 from reproduction.config import Config, parse
 from reproduction.runs import RunFolder, digest, evaluated
-from reproduction.start import check_named, compose, expand, one_line
+from reproduction.start import check_named, compose, expand
 from reproduction.system import UserError, is_first_rank, one_line_errors, say
-from reproduction.words import merged, readable, text_of
+from reproduction.words import hydra_errors, merged, readable, text_of
 
 OWN = ("run", "weights", "checkpoint", "predictions", "images", "export")
 OF_A_RUN = ("device", "devices", "dataset", "recipe.precision")
@@ -99,7 +99,7 @@ def of_run(saved: Config, words: Sequence[str]) -> Config:
     if len(leaves) < len(words):
         other = asdict(of_file(words).dataset)
         raw["dataset"] = other | {key: raw["dataset"][key] for key in ("mean", "std")}
-    with one_line(*words):
+    with hydra_errors(*words):
         return parse(merged(raw, leaves))
 
 

@@ -7,6 +7,7 @@ the experiments call their parts. Programs run in this process, in the current f
 """
 
 import json
+import logging
 import os
 import runpy
 import signal
@@ -85,6 +86,8 @@ def run(program: str, *words: str, apart: bool = False, draws: bool = True) -> R
         out, err = (stack.enter_context(_captured(number)) for number in (1, 2))
         stack.enter_context(mock.patch.dict(os.environ))
         stack.enter_context(mock.patch.object(sys, "argv", [path, *words]))
+        handlers = [*logging.root.handlers]  # Hydra adds its own
+        stack.enter_context(mock.patch.object(logging.root, "handlers", handlers))
         if not draws:
             stack.enter_context(mock.patch.object(Figure, "savefig", _touch))
         status = _status_of(path)

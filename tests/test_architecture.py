@@ -20,6 +20,7 @@ LAYERS = (
     ("check",),
     ("launch",),
     ("studies",),
+    ("application",),
     ("__init__",),
 )
 LIBRARY = {"torch", "numpy", "scipy", "einops", "tokenmixup"}  # what the library may import

@@ -13,6 +13,13 @@ from tokenmixup import HTM, VTM, ManifoldMixup
 from tokenmixup.settings import allowed_of
 
 GROUPS = ("model", "dataset", "augmentation", "recipe", "logger", "experiment")
+OF_COMMAND = {  # keys of train.py that are no settings of a run
+    "jobs": "integer >= 1 or null",
+    "task": "integer >= 0 or null",
+    "dry_run": "boolean",
+    "row": "string or null",
+    "objective": "val_top1, val_top5, val_loss",
+}
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 BOUNDS |= {"minItems": "of"}
 
@@ -25,7 +32,7 @@ def options_of(group: str) -> list[str]:
 
 def help_text(config: Config) -> str:
     """Says which options the groups have, and what is allowed for each key, with its value."""
-    values, texts = dict(flat(asdict(config))), allowed(config.model.family)
+    values, texts = dict(flat(asdict(config))), OF_COMMAND | allowed(config.model.family)
     width = max(map(len, texts))
     lines = ["Options of groups (files of conf/, whose comments say what the keys mean)"]
     lines += [f"  {group}: {', '.join(options_of(group))}" for group in GROUPS]

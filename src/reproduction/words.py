@@ -4,18 +4,27 @@ Every program and every study passes its words through `readable` before Hydra p
 """
 
 import re
+import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override, Quote, QuotedString
+from hydra.core.override_parser.types import (
+    ChoiceSweep,
+    Override,
+    OverrideType,
+    Quote,
+    QuotedString,
+)
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from reproduction.help import allowed
+from reproduction.help import allowed, options_of
 from reproduction.system import UserError
 
 # --- command lines ------------------------------------------------------------------------------
@@ -109,6 +118,61 @@ def merged(tree: Any, words: Sequence[str]) -> Any:
             raise UserError(f"{word}: must be key=value, with a single value")
         OmegaConf.update(result, override.key_or_group, override.value(), force_add=True)
     return OmegaConf.to_container(result, resolve=True, throw_on_missing=True)
+
+
+def key_of(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0]
+
+
+def is_number(word: str) -> bool:
+    """Whether a word sets a key that exists to an integer."""
+    override = parsed(word)
+    if override is None or override.type != OverrideType.CHANGE:
+        return False
+    return type(override.value()) is int
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def hydra_errors(*words: str) -> Iterator[None]:
+    """Turns what Hydra and OmegaConf say into one line that names a word, and what is allowed."""
+    try:
+        yield
+    except Exception as error:
+        if not _is_hydras(error):
+            raise
+        raise UserError(_line_of(error, words)) from error
+
+
+def _is_hydras(error: Exception) -> bool:
+    """Whether an error is about the configuration: of Hydra's type, or raised by its code."""
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return True
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").partition(".")[0] in ("hydra", "omegaconf")
+
+
+def _line_of(error: Exception, words: Sequence[str]) -> str:
+    cause = error.__cause__ or error
+    line = re.split(r"\n(?=\s|See )", str(cause))[0]  # without advice that is not for us
+    typed = {key_of(word): word for word in words}
+    needed = [word for word in words if word.startswith("~") and f"'{word[1:]}." in line]
+    key = getattr(cause, "full_key", None)
+    if needed:
+        line = f"{needed[0]}: is needed: {line}"
+    elif key:  # which may be a part of what was typed
+        key = next((x for x in typed if x.startswith(key)), key)
+        if isinstance(cause, AttributeError | KeyError):
+            whole = [x for x in allowed() if x.endswith(f".{key}")]  # typed without its group
+            line = ", perhaps ".join(["the chosen options have no such key", *whole[:1]])
+        line = f"{typed.get(key, key)}: {line}"
+    elif words and not any(x in line for x in typed):
+        line = f"{' '.join(words)}: {line}"
+    if found := re.search(r"'(\w+)/", line):  # 'group/option'
+        line += f" allowed: {', '.join(options_of(found[1]))}"
+    return line
 
 
 # --- files --------------------------------------------------------------------------------------

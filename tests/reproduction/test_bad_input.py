@@ -134,7 +134,7 @@ def test_help_says_what_is_allowed_for_every_key(here: Path, model: str):
     allowed = dict(re.findall(r"^([\w.]+) +(\S.*)$", train(*words, "--help").out, re.MULTILINE))
     shown = yaml.safe_load(train(*words, "--cfg", "job").out)
     for key in keys_of(shown):
-        assert key in allowed or key.startswith("logger."), key
+        assert key in allowed or key.startswith(("logger.", "augmentation.chosen.")), key
     assert "auto" in allowed["augmentation.htm.tau"] and "cuda-graph" in allowed["compile"]
     assert "float16" in allowed["recipe.precision"] and ">= 1" in allowed["recipe.epochs"]
     assert ("model.conv_layers" in allowed) == (model == "cct_2_3x2")

@@ -252,7 +252,7 @@ def plan(
                 run = point([*words, f"seed={seed}", "resume=auto"], cell.label)
                 runs.setdefault(key(run.config), run)
                 rows[key(run.config)].append(cell.id)
-    shared = [run._replace(rows=tuple(rows[identity])) for identity, run in runs.items()]
+    shared = [replace(run, rows=tuple(rows[identity])) for identity, run in runs.items()]
     return sorted(shared, key=lambda run: run.config.seed)
 
 

@@ -45,8 +45,8 @@ from tokenmixup import TokenMixup
 LIBRARIES = ("torch", "torchvision", "timm", "numpy", "scipy", "hydra-core")
 
 
-def run_training(config: Config) -> dict[str, Any]:
-    """Trains one run, unless it is finished, and returns its summary.
+def run_training(config: Config, origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Trains one run, unless it is finished, and returns its summary, which records its `origin`.
 
     Raises UserError before the run begins, and PlainError or KeyboardInterrupt after the status is
     recorded in the folder.
@@ -58,7 +58,9 @@ def run_training(config: Config) -> dict[str, Any]:
             if folder.is_finished():
                 return folder.read_summary()
             try:
-                return on_ranks(train, config)  # stop.ending makes a PlainError of any error
+                return on_ranks(
+                    partial(train, origin=origin or {}), config
+                )  # stop.ending makes a PlainError of any error
             except KeyboardInterrupt as error:
                 line = _kept(folder, config, "interrupted", "interrupted")
                 raise KeyboardInterrupt(line) from error
@@ -122,13 +124,13 @@ def check_model(config: Config, module: TokenMixup) -> None:
         AttentionLabels(module.model)
 
 
-def train(config: Config) -> dict[str, Any]:
+def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
     """Trains on this rank; the first rank writes the run folder. Returns the summary."""
     device = resolve_device(config.device, config.devices, config.recipe.precision)
     if config.compile:
         torch.compiler.reset()  # its limits count over all runs of a process
     with join_world(device) as world:
-        run, state = start(config, world)
+        run, state = start(config, world, origin)
         status = "failed"
         with handling(run.stop.request):
             try:
@@ -149,7 +151,7 @@ def train(config: Config) -> dict[str, Any]:
         return run.folder.write_summary(**results, status=status) if world.is_main else results
 
 
-def start(config: Config, world: World) -> tuple[Run, RunState]:
+def start(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Run, RunState]:
     """Builds a run on its device, or resumes it, and prepares its folder."""
     folder = RunFolder.of(config)
     newest = load_last(folder)
@@ -160,7 +162,7 @@ def start(config: Config, world: World) -> tuple[Run, RunState]:
         raise PlainError("the ranks have read different checkpoints")
     facts: dict[str, Any] = {}
     if world.is_main:
-        facts = _facts(trainer, data, initial_weights)
+        facts = {**_facts(trainer, data, initial_weights), **origin}
         _say_start(trainer, data, facts)
     run = _assembled(trainer, folder, batches, data)
     if world.is_main:

@@ -1,0 +1,124 @@
+"""train.py is an application of Hydra: its flags, grammar and groups, and files elsewhere."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.doors import SMALL, Run, runs, script, train
+
+pytestmark = pytest.mark.usefixtures("here")
+SHOWN = {  # command -> what it prints
+    "--help": "recipe.precision",
+    "--hydra-help": "Hydra (1.3",
+    "--version": "Hydra 1.3",
+    "--cfg job": "batch_size: 64",
+    "--cfg hydra": "hydra_plugins.checked.CheckedLauncher",
+    "--cfg all": "\nmodel:",
+    "--cfg job --resolve": "    layer: 1",
+    "--cfg job --package recipe": "# @package recipe",
+    "--info defaults": "augmentation/htm",
+    "--info searchpath": "| main",
+    "--info config": "batch_size: 64",
+    "-sc install=bash": "complete",
+    "--run dry_run=1": "1 run:",
+    "hydra.verbose=true dry_run=1": "1 run:",
+    "-m seed=1,2 dry_run=1": "2 runs:",
+    "-m seed=choice(1,2) dry_run=1": "2 runs:",
+    "-m seed=range(3) dry_run=1": "3 runs:",
+    "-m seed=shuffle(range(3)) dry_run=1": "3 runs:",
+    "-m seed=sort(2,1) dry_run=1": "2 runs:",
+    "-m model=glob(cct_2*) dry_run=1": "1 run:",
+    "seed=3 -m recipe.lr=0.1,0.2 dry_run=1": "2 runs:",
+    "-m hydra/launcher=basic seed=1,2 dry_run=1": "2 runs:",
+    "~checkpoint.every_minutes dry_run=1": "1 run:",
+    "+dataset.options.a=1 dataset=custom dry_run=1 dataset.source=a:b": "1 run:",
+    "++seed=3 dry_run=1": "-s3-",
+    "-cd own experiment=own dry_run=1": "outputs/own-s0-",
+    "--config-dir own --config-name own dry_run=1": "-s7-",
+    "-m -cd own -cn own recipe.lr=0.1,0.2 dry_run=1": "2 runs:",
+    "hydra.searchpath=[file://own] experiment=own dry_run=1": "outputs/own-s0-",
+    "-m hydra.searchpath=[file://own] experiment=own seed=0,1 dry_run=1": "outputs/own-s1-",
+}
+
+
+def write_own_files() -> None:
+    """An experiment and a primary configuration in another folder."""
+    Path("own/experiment").mkdir(parents=True)
+    experiment = {"defaults": [{"override /augmentation": ["htm"]}], "recipe": {"epochs": 1}}
+    text = f"# @package _global_\n{yaml.safe_dump(experiment)}"
+    Path("own/experiment/own.yaml").write_text(text)
+    Path("own/own.yaml").write_text("defaults: [train, _self_]\nseed: 7\n")
+
+
+@pytest.mark.parametrize("command", SHOWN)
+def test_a_habit_of_hydra_works(command: str):
+    write_own_files()
+    result = train(*command.replace("file://", f"file://{Path.cwd()}/").split())
+    assert result.status == 0 and SHOWN[command] in result.out + result.err, result
+    assert [*Path().iterdir()] == [Path("own")]
+
+
+@pytest.mark.parametrize(
+    ("typed", "option"), [("model=cct_2", "model=cct_2_3x2"), ("hydra/launcher=ch", "checked")]
+)
+def test_the_shell_completes(typed: str, option: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COMP_LINE", f"python train.py {typed}")
+    assert option in train("-sc", "query=bash").out
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ("hydra.job.chdir=true", "hydra.job.chdir"),
+        ("hydra.launcher.typo=1", "typo"),
+        ("-m hydra/launcher=typo seed=0,1", "typo"),
+        ("-m hydra/sweeper=typo seed=0,1", "typo"),
+        ("-m hydra/launcher=basic jobs=2 seed=0,1", "jobs=2"),
+        ("-m hydra/launcher=basic task=0 seed=0,1", "task=0"),
+        ("-m jobs=0 seed=0,1", "jobs=0"),
+        ("-m task=-1 seed=0,1", "task=-1"),
+        ("objective=top1", "objective=top1"),
+        ("jobs=2", "jobs=2"),
+        ("-m seed=interval(0,1)", "interval"),
+        ("-m --cfg job", "--cfg"),
+        ("--resolve", "--resolve"),
+        ("-cd nowhere", "nowhere"),
+        ("-cn nowhere", "nowhere"),
+        ("-m hydra/sweeper=study hydra.sweeper.study=table9", "table9"),
+        ("-m hydra/sweeper=study", "study"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_a_line(command: str, named: str):
+    result = train(*command.split())
+    assert (result.status, len(result.lines)) == (2, 1) and named in result.err, result
+    assert not [*Path().iterdir()]
+
+
+def test_any_launcher_ends_in_one_table_and_goes_on(monkeypatch: pytest.MonkeyPatch):
+    """Hydra's basic launcher stands for those that are plugins: each point runs as its job."""
+    sweep = ("-m", "hydra/launcher=basic", "seed=0,1", *SMALL, "recipe.epochs=1", "resume=auto")
+    first = train(*sweep)
+    assert first.status == 0 and "2 of 2 runs are finished" in first.out, first
+    assert not Path("outputs/.sweeps").exists()  # what jobs have noted is taken
+    seconds = [run.summary["seconds"] for run in runs()]
+    again = train(*sweep)
+    assert "2 of 2 runs are finished" in again.out
+    assert [run.summary["seconds"] for run in runs()] == seconds
+    failed = train(*sweep, "recipe.lr=1e30,0.001")
+    assert failed.status == 1 and failed.err.count("is kept as failed") == 2
+
+
+def test_the_words_of_a_run_are_recorded():
+    own = Path("own/experiment")
+    write_own_files()
+    words = ("seed=0,1", "name=it's ${seed}", "experiment=own", *SMALL)
+    assert train("-m", "-cd", "own", "jobs=2", *words).status == 0
+    summary = Run("outputs/it's 1").summary
+    assert own.is_dir() and summary["overrides"][:2] == ["seed=1", "name='it\\'s ${seed}'"]
+    assert "--config-dir" in summary["command"] and "seed=1" in summary["command"]
+
+
+def test_a_study_is_a_sweeper():
+    shown = train("-m", "hydra/sweeper=study", "hydra.sweeper.study=table4", "dry_run=1").out
+    assert shown == script("reproduce", "table4", "dry_run=1").out and "15 runs:" in shown
