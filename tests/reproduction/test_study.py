@@ -292,6 +292,12 @@ def test_a_table_of_the_paper_trains_at_smoke_scale():
     narrow = ("model.embed_dim=16", "model.depth=4", "model.image_size=20", "device=cpu")
     result = script("reproduce", "table3", "scale=smoke", *narrow)
     assert result.status == 0 and "4 of 4 runs are finished" in result.out, result.err
+    (page,) = Path("outputs/smoke/report").glob("table3-*.html")
+    assert str(page) in result.out and "4 of 4 planned runs" in page.read_text()
+    first = Run(*Path("outputs/smoke").glob("table3-baseline-*"))
+    assert first.epochs[-1]["top1"] * 40 / 100 == pytest.approx(
+        round(first.epochs[-1]["top1"] * 0.4)
+    )
 
 
 def test_digits_are_written_as_two_halves(here: Path):

@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 
 from reproduction.reporting.figures import BLUE, ORANGE, VERMILION, figure
+from reproduction.studies.of_runs import numeric
 from reproduction.studies.results import OUTCOMES
 from reproduction.studies.table import Line
-from reproduction.studies.tables import numeric
 from reproduction.studies.text import Section, Table
 
 OURS: Any = {"color": BLUE, "fmt": "o", "capsize": 3, "linewidth": 1.5}

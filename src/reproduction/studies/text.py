@@ -139,6 +139,14 @@ def _once(line: Line) -> dict[str, str]:
     }
 
 
+def says(outcome: str) -> list[str]:
+    """Says above a table that it is judged on validation."""
+    if OUTCOMES[outcome].half == "test":
+        return []
+    beside = "the accuracy on the test set stands beside it, untested"
+    return [f"Judged on the validation split; {beside}."]
+
+
 # --- tables -------------------------------------------------------------------------------------
 
 

@@ -1,54 +1,22 @@
-"""The table of a study, of a sweep and of any runs: which rows it has, and what they are named."""
+"""The table of a study: its rows with what is printed of them, its looks, its latencies."""
 
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import nan
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
-from reproduction.config import Config
-from reproduction.runs import RowId, changes_result, digest, key, settings
+from reproduction.runs import RowId, changes_result, digest
 from reproduction.start import Point
-from reproduction.studies.results import ON_TEST, ON_VALIDATION, OUTCOMES, Counted, Run, counted
-from reproduction.studies.study import (
-    PAPERS,
-    Cell,
-    Study,
-    cells,
-    comparisons,
-    studies,
-)
+from reproduction.studies.results import OUTCOMES, Run, counted, judged_by
+from reproduction.studies.study import PAPERS, Cell, Study, cells, comparisons, studies
 from reproduction.studies.table import Entry, table
-from reproduction.studies.text import NOTHING, REPORT, Section, Table, value_text
-from reproduction.system import UserError
+from reproduction.studies.text import REPORT, Section, Table, says
 
-STACK = "augmentation.mixing"  # the stack, as a setting
-COMMON = ("model.name", "dataset.name", STACK)  # are told where they do not differ
 LATENCY = "latency.json"  # of scripts/latency.py, beside the tables
 REFERENCE = "attention"  # of the ratios of latencies
-numeric: Any = lambda texts: pd.to_numeric(texts, errors="coerce")  # noqa: E731 - others come last
-
-
-def judged_by(runs: Sequence[Run]) -> str:
-    """Returns what runs are judged by unless a study says it: validation, if there is a split."""
-    if any(ON_VALIDATION in run.numbers for run in runs):
-        return ON_VALIDATION
-    return ON_TEST
-
-
-def says(outcome: str) -> list[str]:
-    """Says above a table that it is judged on validation."""
-    if OUTCOMES[outcome].half == "test":
-        return []
-    return [
-        "Judged on the validation split; the accuracy on the test set stands beside it, untested."
-    ]
-
-
-# --- a study ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,136 +195,3 @@ def look(study: Study, rows: int, runs: Sequence[Run]) -> tuple[Sequence[int], s
         state = f"this is the look at {len(seen)}, seeds {seen[0]} to {seen[-1]}"
     plan = f"Looks are at the first {' and the first '.join(levels)}, once all their runs are there"
     return seen, f"{plan}: {len(whole)} seeds are whole, {state}."
-
-
-# --- a sweep, and any runs ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Swept:
-    """Settings of runs by key, as text, and which of them name a row."""
-
-    texts: pd.DataFrame
-    heads: list[str]  # in which runs differ
-    following: list[str]  # that differ with them
-
-    @property
-    def titles(self) -> dict[str, str]:
-        return {name: ".".join(name.split(".")[-2:]) for name in self.heads}
-
-    def id(self, identity: Hashable) -> RowId:
-        return RowId(point=tuple((name, self.texts[name][identity]) for name in self.heads))
-
-
-def swept(each: Mapping[str, tuple[str, dict[str, Any]]]) -> Swept:
-    """Returns what differs between settings: key -> stack and settings.
-
-    What comes with a named model or data set, or with the stack, is neither in `heads` nor in
-    `following`.
-    """
-    rows = {identity: {STACK: stack, **values} for identity, (stack, values) in each.items()}
-    texts = pd.DataFrame.from_dict(rows, orient="index", dtype=object).map(value_text)
-    heads, following = list[str](), list[str]()
-    for name in texts.columns[texts.nunique() > 1]:
-        group = [head for head in heads if head.split(".")[0] == name.split(".")[0]]
-        owners = [head for head in group if texts.groupby(head)[name].nunique().max() == 1]
-        if not owners:
-            heads.append(name)
-        elif not owners[0].endswith((".name", STACK)):
-            following.append(name)
-    if heads:
-        texts = texts.sort_values(heads, key=numeric)
-    return Swept(texts, heads, following)
-
-
-def runs_table(runs: Sequence[Run], against: str | None = None) -> Table:
-    """Returns the table of any runs, grouped over their seeds.
-
-    `against` (KEY=VALUE, of KEY the last parts will do): each row is compared with the row with
-    this value that is otherwise equal. UserError if there is none, or if there are no runs.
-    """
-    usable = [run for run in runs if run.status != "unusable"]
-    if not usable:
-        raise UserError("there are no runs in these folders")
-    found = swept({run.key: (run.stack, run.settings) for run in usable})
-    return _grouped(found, runs, title="Runs", planned=len(usable), against=against)
-
-
-def sweep_table(points: Sequence[Point], runs: Sequence[Run]) -> Table:
-    """Returns the table of a sweep; rows without a run are among its lines."""
-    found = swept({point.key: (_stack(point.config), _settings(point.config)) for point in points})
-    made = _grouped(found, runs, title="Runs", planned=len(points))
-    shared = [word for word in points[0].words if all(word in point.words for point in points)]
-    words = ", ".join(f"`{word}`" for word in shared) or "the defaults"
-    keys = ", ".join(f"`{name}`" for name in found.heads) or "seeds"
-    seeds = sorted({point.config.seed for point in points})
-    text = f"A sweep over {keys}, with {words}; seeds {', '.join(map(str, seeds))}."
-    mark = digest(sorted(key(point.config) for point in points))
-    return replace(made, name=f"{made.name}-{mark}", about=[text, *made.about])
-
-
-def _stack(config: Config) -> str:
-    return "+".join(config.augmentation.stack) or "none"
-
-
-def _settings(config: Config) -> dict[str, Any]:
-    return {name: value for name, value in settings(config).items() if name != "seed"}
-
-
-def _grouped(
-    found: Swept, runs: Sequence[Run], title: str, planned: int, against: str | None = None
-) -> Table:
-    chosen = counted(runs)
-    outcome = judged_by(chosen.runs)
-    bases: dict[Hashable, Hashable] = {}
-    if against is not None:
-        bases = _bases(found.texts[found.heads], against)
-    entries = []
-    for identity in found.texts.index:
-        base = bases.get(identity)
-        entries.append(
-            Entry(
-                id=found.id(identity),
-                heads={found.titles[name]: found.texts[name][identity] for name in found.heads},
-                key=str(identity),
-                against=None if base is None else found.id(base),
-                against_text=against or "",
-                state=_states(str(identity), runs, chosen),
-            )
-        )
-    common = [found.texts[name].iloc[0] for name in COMMON if name not in found.heads]
-    notes = [", ".join(common)]
-    if found.following:
-        notes.append(f"differs as well: {', '.join(found.following)}")
-    return Table(
-        name="-".join(name.rpartition(".")[2] for name in found.heads) or "runs",
-        title=title,
-        about=says(outcome),
-        sections=[Section(title="", lines=table(entries, chosen.runs, outcome))],
-        counted=chosen,
-        notes=notes,
-        planned=planned,
-    )
-
-
-def _states(identity: str, runs: Sequence[Run], chosen: Counted) -> str:
-    """Says how many seeds of a row are finished, and the state of the others."""
-    done = {run.seed for run in chosen.runs if run.key == identity}
-    own = [run for run in runs if run.key == identity and run.seed not in done]
-    others = [f"seed {run.seed} {chosen.left_out[run.place]}" for run in own]
-    return "; ".join([f"{len(done)} finished", *others])
-
-
-def _bases(texts: pd.DataFrame, choice: str) -> dict[Hashable, Hashable]:
-    """Returns the key of the row that each row is compared with, if there is one."""
-    name, _, value = choice.partition("=")
-    head = next((x for x in texts if f".{x}".endswith(f".{name}")), None)
-    if head is None or value not in [*texts[head]]:
-        known = [f"{x}={text}" for x in texts for text in texts[x].unique()]
-        raise UserError(f"against={choice}: must be one of {', '.join(known) or 'none'}")
-    bases, found = texts[texts[head] == value].drop(columns=head), dict[Hashable, Hashable]()
-    for identity, row in texts.drop(columns=head).iterrows():
-        fits = bases.index[((bases == row) | (bases == NOTHING)).all(axis=1)]
-        if len(fits) == 1:
-            found[identity] = fits[0]
-    return found
