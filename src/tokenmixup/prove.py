@@ -227,7 +227,7 @@ def _change_of_scores(before: Tensor, after: Tensor, column: Tensor) -> Tensor:
 
 
 def _median(change: Tensor, where: Tensor) -> Tensor:
-    return change[where.expand_as(change)].nanmedian()
+    return change.masked_fill(~where, torch.nan).nanmedian()
 
 
 def _is_close(found: Tensor, expected: Tensor) -> bool:
