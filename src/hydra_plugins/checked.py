@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from reproduction.check import check
 from reproduction.launch import Sweep, check_choice, going_on, launch_of, objective, run_all
-from reproduction.start import OF_SWEEP, Point, expand, point
+from reproduction.start import Point, expand, point
 from reproduction.system import UserError, say
 from reproduction.words import key_of
 
@@ -55,7 +55,7 @@ class CheckedLauncher(Launcher):
             sweep.note(initial_job_idx + number, run, error)
             value = objective(run, launch.objective) if error is None else error
             status = JobStatus.COMPLETED if error is None else JobStatus.FAILED
-            returns.append(JobReturn(run.words, status=status, _return_value=value))
+            returns.append(JobReturn(run.typed, status=status, _return_value=value))
         return returns
 
 
@@ -66,7 +66,7 @@ class PointSweeper(BasicSweeper):
         assert self.config is not None and self.launcher is not None
         HydraConfig.instance().set_config(self.config)
         own, launch = self.config.hydra, launch_of(self.config)
-        points = self.points([word for word in arguments if key_of(word) not in OF_SWEEP])
+        points = self.points(arguments)
         if launch.dry_run:
             from reproduction.studies.conclude import listing  # imports pandas
 
@@ -77,7 +77,7 @@ class PointSweeper(BasicSweeper):
             launch.refuse("jobs", "task", reason=f"is for hydra/launcher=checked, not {target}")
             check(points)
         with Sweep(Path(own.sweep.dir)).planned(points):
-            return [self.launcher.launch([point.words for point in points], 0)]
+            return [self.launcher.launch([point.typed for point in points], 0)]
 
     def points(self, arguments: list[str]) -> list[Point]:
         """Returns every value by every other."""

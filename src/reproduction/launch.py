@@ -97,8 +97,8 @@ def here(point: Point) -> OneLineError | None:
 
 def origin(point: Point) -> dict[str, Any]:
     """Returns how a run can be typed again."""
-    command = ["python", "train.py", *same_files(), *point.words]
-    return {"overrides": list(point.words), "command": shlex.join(command)}
+    command = ["python", "train.py", *same_files(), *point.typed]
+    return {"overrides": point.typed, "command": shlex.join(command)}
 
 
 def shares(jobs: int, devices: int) -> Iterator[Share]:
@@ -140,7 +140,7 @@ def in_processes(points: Sequence[Point], jobs: int) -> list[OneLineError | None
             say(str(point.folder.path))
             with path.open("ab") as log:
                 process = subprocess.Popen(
-                    [sys.executable, TRAIN, *same_files(), *point.words, f"name={name}"],
+                    [sys.executable, TRAIN, *same_files(), *point.typed, f"name={name}"],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

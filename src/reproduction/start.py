@@ -25,7 +25,7 @@ from reproduction.words import hydra_errors, in_quotes, is_number, key_of, merge
 
 TOLD = ("seed", "model", "dataset", "augmentation", "experiment")  # in a name anyway
 PRIMARY = "train"  # configuration, of conf/
-OF_SWEEP = ("jobs", "task", "dry_run")  # words of a command that are no point's
+NO_SETTINGS = ("jobs", "task", "dry_run", "row")  # words that say how points are run
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,12 @@ class Point:
     def key(self) -> str:
         """The identity that the runs of all seeds share."""
         return key(self.config, seed=False)
+
+    @property
+    def typed(self) -> list[str]:
+        """The words with which train.py names the run as it is named here."""
+        row = [f"row={in_quotes(self.label)}"] if self.label else []
+        return [*self.words, *row]
 
 
 def expand(words: Sequence[str]) -> list[list[str]]:
@@ -172,7 +178,7 @@ def point_of(tree: DictConfig, words: Sequence[str]) -> Point:
 
     With resume=auto its name is that of the folder that holds it, if there is one.
     """
-    words = [word for word in words if key_of(word) not in OF_SWEEP]
+    words = [word for word in words if key_of(word) not in NO_SETTINGS]
     config, label = config_of(tree, words), str(tree.row or "")
     ranks = launched_ranks()
     if ranks is not None:

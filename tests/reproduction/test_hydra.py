@@ -32,7 +32,7 @@ SHOWN = {  # command -> what it prints
     "seed=3 -m recipe.lr=0.1,0.2 dry_run=1": "2 runs:",
     "-m hydra/launcher=basic seed=1,2 dry_run=1": "2 runs:",
     "~checkpoint.every_minutes dry_run=1": "1 run:",
-    "+dataset.options.a=1 dataset=custom dry_run=1 dataset.source=a:b": "1 run:",
+    "+logger.wandb.tags=[a] logger=wandb dry_run=1": "1 run:",
     "++seed=3 dry_run=1": "-s3-",
     "-cd own experiment=own dry_run=1": "outputs/own-s0-",
     "--config-dir own --config-name own dry_run=1": "-s7-",
