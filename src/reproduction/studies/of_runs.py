@@ -149,13 +149,16 @@ def _states(group: str, runs: Sequence[Run], chosen: Counted) -> str:
 def _bases(texts: pd.DataFrame, choice: str) -> dict[Hashable, Hashable]:
     """Returns the key of the row that each row is compared with, if there is one."""
     name, _, value = choice.partition("=")
-    head = next((x for x in texts if f".{x}".endswith(f".{name}")), None)
-    if head is None or value not in [*texts[head]]:
-        known = [f"{x}={text}" for x in texts for text in texts[x].unique()]
+    named = [head for head in texts if f".{head}".endswith(f".{name}")]
+    if not named or value not in texts[named[0]].unique():
+        known = [f"{head}={text}" for head in texts for text in texts[head].unique()]
         raise UserError(f"against={choice}: must be one of {', '.join(known) or 'none'}")
-    bases, found = texts[texts[head] == value].drop(columns=head), dict[Hashable, Hashable]()
-    for identity, row in texts.drop(columns=head).iterrows():
-        fits = bases.index[((bases == row) | (bases == NOTHING)).all(axis=1)]
+    others = texts.drop(columns=named[0])
+    bases = others[texts[named[0]] == value]
+    found = {}
+    for group, row in others.iterrows():
+        is_same = (bases == row) | (bases == NOTHING)
+        fits = bases.index[is_same.all(axis=1)]
         if len(fits) == 1:
-            found[identity] = fits[0]
+            found[group] = fits[0]
     return found

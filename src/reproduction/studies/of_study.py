@@ -14,6 +14,7 @@ from reproduction.studies.results import OUTCOMES, Run, counted, judged_by
 from reproduction.studies.study import PAPERS, Cell, Study, cells, comparisons, studies
 from reproduction.studies.table import Entry, table
 from reproduction.studies.text import REPORT, Section, Table, says
+from reproduction.words import key_of
 
 LATENCY = "latency.json"  # of scripts/latency.py, beside the tables
 REFERENCE = "attention"  # of the ratios of latencies
@@ -81,8 +82,7 @@ def _planned(name: str, points: Sequence[Point]) -> Planned:
 
 
 def _is_setting(word: str) -> bool:
-    name = word.lstrip("+~").partition("=")[0]
-    return name != "seed" and changes_result(name)
+    return key_of(word) not in ("seed", "row") and changes_result(key_of(word))
 
 
 def study_table(plan: Planned, runs: Sequence[Run], outputs: Path | None = None) -> Table:

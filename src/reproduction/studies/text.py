@@ -143,8 +143,10 @@ def says(outcome: str) -> list[str]:
     """Says above a table that it is judged on validation."""
     if OUTCOMES[outcome].half == "test":
         return []
-    beside = "the accuracy on the test set stands beside it, untested"
-    return [f"Judged on the validation split; {beside}."]
+    text = "Judged on the validation split"
+    if outcome == ON_VALIDATION:
+        text += "; the accuracy on the test set stands beside it, untested"
+    return [f"{text}."]
 
 
 # --- tables -------------------------------------------------------------------------------------
