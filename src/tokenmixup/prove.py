@@ -287,11 +287,12 @@ class Trial(nn.Module):
         One that draws from a generator of its own is compared in evaluation mode.
         """
         with_others = torch.cat([self.x[:1], self.draw(self.x[1:].shape)])
-        own = self.of_first_sample(self.x, seed)
-        if _are_close(self.of_first_sample(with_others, seed), own):
-            return
-        again = [self.of_first_sample(self.x, seed) for _ in range(AGAIN)]
-        if not all(_are_close(found, own) for found in again):
+        seen = list[list[Tensor]]()
+        for _ in range(AGAIN):
+            seen.append(self.of_first_sample(self.x, seed))
+            if _are_close(self.of_first_sample(with_others, seed), seen[-1]):
+                return
+        if not all(_are_close(found, seen[0]) for found in seen):
             with evaluating(self.block):
                 own = self.of_first_sample(self.x, seed)
                 if _are_close(self.of_first_sample(with_others, seed), own):
