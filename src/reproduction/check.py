@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from reproduction.config import SOURCES, Config, Dataset, ViT, check_new
-from reproduction.runs import find, key
+from reproduction.folder import find
+from reproduction.identity import key
 from reproduction.start import Point
 from reproduction.system import UserError, is_first_rank, warn
 

@@ -10,8 +10,9 @@ from typing import Any
 import pandas as pd
 
 from reproduction.config import Config
-from reproduction.runs import RowId, RunFolder, digest, key, saved
-from reproduction.runs import settings as settings_of
+from reproduction.folder import RunFolder
+from reproduction.identity import RowId, digest, key, saved
+from reproduction.identity import settings as settings_of
 from reproduction.system import UserError, first_line, in_one_line
 
 LAST_EPOCHS = 10  # of the best one of which some protocols report the accuracy

@@ -17,8 +17,8 @@ from reproduction.data import loaders
 from reproduction.data.halves import Data, in_memory
 from reproduction.data.seeding import preserved_generators
 from reproduction.data.sources import opened, record
+from reproduction.folder import RunFolder, hold
 from reproduction.models import build as models
-from reproduction.runs import RunFolder, hold
 from reproduction.system import (
     PlainError,
     Pulse,
@@ -32,7 +32,7 @@ from reproduction.system import (
     say,
     warn,
 )
-from reproduction.training import figures
+from reproduction.training import metrics
 from reproduction.training.checkpoint import Clock, load_last, save_plain
 from reproduction.training.fit import Run, RunState, fit, progress_entries, restore, save, write
 from reproduction.training.labels import AttentionLabels
@@ -198,7 +198,7 @@ def _assembled(
         logs=Logs(config.logger if world.is_main else {}, config, folder, trainer.step),
         stop=Stop(world.size),
         clock=Clock(config.checkpoint),
-        collected=figures.BatchFigures(world),
+        collected=metrics.BatchMetrics(world),
         pulse=Pulse(),
     )
 
