@@ -1,5 +1,6 @@
 """An error is the error: what decides how a run ends, and where each reason is told."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,9 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from reproduction.system import PlainError
 from reproduction.training.ranks import World
 from tests.doors import SMALL, Run, eventually, planted, script, started, train
 from tests.images import OWN, disturbed
+from tokenmixup import TokenMixup
 
 ONE = (*SMALL, "recipe.epochs=1", "name=mine")
 CHANCE: list[Exception] = [
@@ -57,6 +60,27 @@ def test_a_named_cause_decides(here: Path):
         result = train(*ONE)
     assert (result.status, len(result.lines)) == (1, 1), result.err
     assert "out of this machine's memory" in result.err
+
+
+@pytest.mark.parametrize(
+    "error", [PlainError("a line"), MemoryError(), KeyError("a bug")], ids=repr
+)
+def test_the_model_of_a_failed_run_is_freed_at_once(here: Path, error: Exception):
+    """Not by Python's collector, which knows nothing of the memory of a GPU."""
+    living = []
+
+    def bug() -> object:
+        living.append(sum(type(x) is TokenMixup for x in gc.get_objects()))
+        raise type(error)(*error.args)
+
+    gc.collect()  # what other tests have left
+    gc.disable()
+    try:
+        with planted("step", bug):
+            assert train("-m", "seed=0,1,2", *SMALL).status == 1
+    finally:
+        gc.enable()
+    assert living == [1, 1, 1]
 
 
 @pytest.mark.slow

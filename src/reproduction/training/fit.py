@@ -171,7 +171,7 @@ def _keep_best(run: Run, state: RunState) -> None:
 
 
 def write(run: Run, state: RunState) -> metrics.Line:
-    """Fetches and writes the figures of batches; PlainError if one of them ends the run.
+    """Fetches and writes the metrics of batches; PlainError if one of them ends the run.
 
     Returns the last line, if there are batches.
     """

@@ -130,7 +130,7 @@ def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
     if config.compile:
         torch.compiler.reset()  # its limits count over all runs of a process
     with join_world(device) as world:
-        run, state = start(config, world, origin)
+        run, state = set_up(config, world, origin)
         status = "failed"
         with handling(run.stop.request):
             try:
@@ -151,7 +151,7 @@ def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
         return run.folder.write_summary(**results, status=status) if world.is_main else results
 
 
-def start(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Run, RunState]:
+def set_up(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Run, RunState]:
     """Builds a run on its device, or resumes it, and prepares its folder."""
     folder = RunFolder.of(config)
     newest = load_last(folder)
