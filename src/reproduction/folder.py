@@ -59,6 +59,16 @@ class RunFolder:
 
     # What is here
 
+    def is_run(self) -> bool:
+        """Whether this is a run, or may be one: a folder that another user has closed."""
+        try:
+            self.config_path.stat()
+        except PermissionError:
+            return True
+        except OSError:
+            return False
+        return True
+
     def check(self, config: Config) -> None:
         """Raises UserError if this folder cannot be used for this run."""
         if not is_first_rank():
