@@ -310,7 +310,10 @@ def _is_whole(line: bytes) -> bool:
 
 @lru_cache(maxsize=16)
 def _in_checkpoint(checkpoints: tuple[Path, ...], changed: int) -> dict[str, Any]:
-    """Returns the `config` and `summary` of the newest readable checkpoint, if it holds them."""
+    """Returns the `config` and `summary` of the newest readable checkpoint, if it holds them.
+
+    `changed` is the time of the newest: another one is read anew.
+    """
     from reproduction.models.weights import read_newest  # imports torch
 
     _, content = read_newest([*checkpoints])
@@ -359,7 +362,10 @@ def _progress(run: RunFolder) -> tuple[bool, int, bool]:
 
 @lru_cache(maxsize=1)
 def _keys(root: Path, changed: int) -> list[tuple[str, str]]:
-    """Returns (name, key) of each run under `root`; read once for all points of a sweep."""
+    """Returns (name, key) of each run under `root`; read once for all points of a sweep.
+
+    `changed` is the time of the folder: with another run it is read anew.
+    """
     keys = []
     for path in sorted(root.glob("*/config.yaml")):
         with suppress(UserError):

@@ -28,8 +28,11 @@ LONGEST_LINE = 2000  # characters
 
 def in_one_line(text: str, longest: int = LONGEST_LINE) -> str:
     """Joins `text` into one line of bounded length, with `?` for unprintable characters."""
-    line = " ".join("".join(x if x.isprintable() or x.isspace() else "?" for x in text).split())
-    return line if len(line) <= longest else f"{line[: longest - 3]}..."
+    shown = [x if x.isprintable() or x.isspace() else "?" for x in text]
+    line = " ".join("".join(shown).split())
+    if len(line) > longest:
+        line = f"{line[: longest - 3]}..."
+    return line
 
 
 def first_line(error: BaseException) -> str:
@@ -126,8 +129,15 @@ Item = TypeVar("Item")
 
 def progress(items: Iterable[Item], task: str, total: int, done: int = 0) -> Iterator[Item]:
     """Yields the items, and counts them on the first rank's terminal; `done` came before."""
-    hidden = None if is_first_rank() else True  # None: unless it is a terminal
-    yield from tqdm(items, task, total, False, sys.stdout, disable=hidden, initial=done)
+    yield from tqdm(
+        items,
+        desc=task,
+        total=total,
+        initial=done,
+        leave=False,
+        file=sys.stdout,
+        disable=None if is_first_rank() else True,  # None: unless it is a terminal
+    )
 
 
 PULSE = 60.0  # seconds between lines of a run whose output is no terminal
@@ -220,8 +230,10 @@ TRIM_THRESHOLD, MMAP_MAX = -1, -4  # parameters of mallopt(3)
 
 def launched_ranks() -> int | None:
     """Returns the world size under torchrun or our own launcher, None otherwise."""
-    is_launched = {"TORCHELASTIC_RUN_ID", MEETING} & os.environ.keys()
-    return int(os.environ["WORLD_SIZE"]) if is_launched and "WORLD_SIZE" in os.environ else None
+    is_launched = "TORCHELASTIC_RUN_ID" in os.environ or MEETING in os.environ
+    if not is_launched or "WORLD_SIZE" not in os.environ:
+        return None
+    return int(os.environ["WORLD_SIZE"])
 
 
 def local_ranks(devices: int) -> int:
@@ -250,7 +262,9 @@ def hardware_name(device: str) -> str:
             return torch.cuda.get_device_name()
     name = platform.processor() or platform.machine()
     with suppress(OSError):  # Linux only
-        name = re.findall(r"model name\s*: (.+)|$", Path("/proc/cpuinfo").read_text())[0] or name
+        model = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+        if model is not None:
+            name = model[1]
     return f"{name} ({usable_cores()} cores)"
 
 

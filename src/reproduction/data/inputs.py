@@ -28,7 +28,7 @@ ATTEMPTS = 10  # to draw a box that fits
 class Draws(NamedTuple):
     """What the host draws for a batch, or its copy on the device. Without mixing all are None."""
 
-    ratios: Tensor | None = None  # 4 1 1: of pixels own, the partner's; of classes own, its
+    ratios: Tensor | None = None  # 4 1 1: weights of own and partner's pixels, then of classes
     swapped: Tensor | None = None  # 1 1 h w bool, pixels taken from the partner, with CutMix
     kept: Tensor | None = None  # b 1 h w bool, pixels that are not erased
     box: Box | None = None  # of `swapped`
@@ -89,19 +89,19 @@ class InputMixing(Mixup):
     def draw(self, shape: torch.Size) -> Draws:
         """Returns the draws for images `b 3 h w`, from numpy's global generator, as timm's."""
         _, _, h, w = shape
-        share, is_cutmix = self._params_per_batch()  # of the pixels
-        weight = share  # of the classes
+        share, is_cutmix = self._params_per_batch()
+        pixels = classes = share  # weights of the image itself
         box: Box | None = None
         swapped = np.zeros((1, 1, h, w), dtype=bool)
         if is_cutmix and share != 1:
-            place, weight = cutmix_bbox_and_lam(
+            place, classes = cutmix_bbox_and_lam(
                 shape, share, ratio_minmax=self.cutmix_minmax, correct_lam=self.correct_lam
             )
             top, bottom, left, right = map(int, place)
             box = top, bottom, left, right
             swapped[..., top:bottom, left:right] = True
-            share = 1.0
-        ratios = np.array([share, 1 - share, weight, 1 - weight], np.float32)
+            pixels = 1.0  # whole ones are swapped
+        ratios = np.array([pixels, 1 - pixels, classes, 1 - classes], np.float32)
         return Draws(
             ratios=for_device(ratios[:, None, None]),
             swapped=for_device(swapped) if self.cutmix_alpha > 0 else None,

@@ -126,7 +126,8 @@ class TrainingBatches(Sampler[list[tuple[int, int]]]):
 
 def build_training_images(config: Config, half: Half) -> TrainingImages:
     """Returns the training images with timm's augmentation: `3 s s` uint8."""
-    x, size = config.recipe.transforms, config.model.image_size
+    size = config.model.image_size
+    x = config.recipe.transforms
     try:
         transform = create_transform(
             (3, size, size),

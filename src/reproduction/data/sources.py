@@ -69,12 +69,11 @@ def _whole(source: str, root: str | None, options: str) -> Data:
     if root is not None:
         arguments["root"] = root
     is_own = not source.startswith(f"{__name__}:")
+    key = f"dataset.root={root or 'null'}"  # what is probably wrong, if anything is
     if is_own:
         key = f"dataset.source={source}"
-    elif options != "{}":
+    elif arguments.keys() - {"root"}:
         key = f"dataset.options={options}"
-    else:
-        key = f"dataset.root={root or 'null'}"
     try:
         function = resolve_name(source)
         _check_arguments(function, arguments)

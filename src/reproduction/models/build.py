@@ -30,6 +30,16 @@ COMPILER: dict[str, Any] = {
 BATCH_SIZES = 4  # maximum per run: full and last batch, and their micro-batches
 Builder = Callable[..., nn.Module]
 BUILDERS: dict[str, Builder] = {"cct": CCT, "vit": build_vit, "library": build_library_model}
+REFUSED = (  # what libraries refuse, and so an error names
+    "architecture",
+    "pretrained",
+    "global_pool",
+    "options",
+    "stem",
+    "image_size",
+    "embed_dim",
+    "num_heads",
+)
 NOT_FOR_THE_MODEL = ("name", "family", "weights", "htm_layer", "vtm_layer", "checkpoint_blocks")
 
 
@@ -42,9 +52,7 @@ def build_model(config: AnyModel, num_classes: int) -> nn.Module:
     try:
         return build(**arguments)
     except Exception as error:  # constructors, layers and the hub raise many types
-        named = ["architecture", "pretrained", "global_pool", "options", "stem", "image_size"]
-        named += ["embed_dim", "num_heads"]
-        words = [f"model.{key}={arguments[key]}" for key in named if arguments.get(key)]
+        words = [f"model.{key}={arguments[key]}" for key in REFUSED if arguments.get(key)]
         raise UserError(f"{' '.join(words)}: {first_line(error)}") from error
 
 

@@ -50,10 +50,9 @@ def read_file(origin: str, path: Path) -> Any:
     `classes`. Raises UserError, which starts with `origin`, if that fails.
     """
     try:
-        content = _content(path)
+        return _content(path)
     except Exception as error:  # torch, safetensors and zipfile raise many types
         raise UserError(f"{origin}: not readable: {_reason(error)}") from error
-    return content
 
 
 def _reason(error: Exception) -> str:
@@ -186,7 +185,10 @@ def module_state(origin: str, content: dict[str, Any], module: nn.Module) -> Sta
 
 def _few(names: list[str]) -> str:
     """Returns the number of names and the first three."""
-    return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+    shown = names[:3]
+    if len(names) > len(shown):
+        shown.append("...")
+    return f"{len(names)} ({', '.join(shown)})"
 
 
 def _shape(value: Tensor) -> str:

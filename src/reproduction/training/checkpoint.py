@@ -97,8 +97,12 @@ def read_plain(paths: list[Path]) -> tuple[Weights, dict[str, Any]]:
 def check_classes(origin: str, trained: list[str], found: list[str]) -> None:
     """Raises UserError unless the checkpoint was trained on the classes of the data set."""
     if trained != found:
-        then, now = (f"{', '.join(x[:3])}, ... ({len(x)})" for x in (trained, found))
+        then, now = _few(trained), _few(found)
         raise UserError(f"{origin}: was trained on the classes {then}, the data set has {now}")
+
+
+def _few(classes: list[str]) -> str:
+    return f"{', '.join(classes[:3])}, ... ({len(classes)})"
 
 
 class Trained(NamedTuple):

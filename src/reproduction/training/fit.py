@@ -94,16 +94,17 @@ def train_epoch(run: Run, state: RunState, pace: metrics.Pace) -> None:
     """Trains the steps of an epoch that are left: a resumed run may begin within it."""
     trainer, batches = run.trainer, run.batches
     number = state.epoch + 1
-    done = trainer.step - len(batches) * state.epoch
-    left = run.total_steps - trainer.step
+    task = f"epoch {number}/{run.total_epochs}"
+    done = trainer.step - len(batches) * state.epoch  # batches of this epoch
+    left = run.total_steps - trainer.step  # maybe fewer than the epoch has
+    total = min(len(batches), done + left)
     trainer.begin_epoch(state.epoch)
     if len(state.sums) == state.epoch:  # else resumed within the epoch
-        state.sums.append([0.0] * 4)
+        state.sums.append(metrics.no_sums())
     loaded = islice(run.upcoming or load(run, state.epoch, done), left)
     run.collected.restart_clock()
-    task, total = f"epoch {number}/{run.total_epochs}", min(len(batches), done + left)
     for images, classes in progress(run.stop.while_waiting(loaded), task, total, done):
-        size = batches.global_size(trainer.step % len(batches))
+        size = batches.global_size(trainer.step % len(batches))  # before the step is counted
         micro_batches = trainer.train_step(images, classes, size)
         head = {"step": trainer.step, "epoch": number, "lr": trainer.lr}
         run.collected.add(head, size, [part.metrics for part in micro_batches])
@@ -147,21 +148,33 @@ def end_epoch(run: Run, state: RunState, pace: metrics.Pace) -> None:
 
     Only now is it completed: an evaluation that is interrupted is repeated.
     """
-    trainer, stop, clock = run.trainer, run.stop, run.clock
     state.epoch += 1
-    number, total = state.epoch, run.total_epochs
     if run.is_main:
-        if state.log and state.log[-1]["epoch"] == number:
-            _log(run, state.log[-1])
-            if metrics.best(state.log)["epoch"] == number:
-                _keep_best(run, state)
-        run.folder.write_summary(**progress_entries(run, state))
-        left, mixes = pace.left(trainer.step), trainer.module.htm is not None
-        say(metrics.describe(state.sums[-1], number, total, mixes, state.log, left))
-    is_due = clock.is_late() or clock.is_due(number) or number == total
-    (is_due_anywhere,) = stop.agreed(run.is_main and is_due)
-    if is_due_anywhere:
+        _record_epoch(run, state, pace)
+    is_last = state.epoch == run.total_epochs
+    is_due = is_last or run.clock.is_late() or run.clock.is_due(state.epoch)
+    (is_agreed,) = run.stop.agreed(run.is_main and is_due)  # ranks save together
+    if is_agreed:
         save(run, state)
+
+
+def _record_epoch(run: Run, state: RunState, pace: metrics.Pace) -> None:
+    """Writes and says what the completed epoch has reached."""
+    number = state.epoch
+    if state.log and state.log[-1]["epoch"] == number:
+        _log(run, state.log[-1])
+        if metrics.best(state.log)["epoch"] == number:
+            _keep_best(run, state)
+    run.folder.write_summary(**progress_entries(run, state))
+    line = metrics.describe(
+        state.sums[-1],
+        state.log,
+        number=number,
+        total=run.total_epochs,
+        mixes=run.trainer.module.htm is not None,
+        seconds_left=pace.left(run.trainer.step),
+    )
+    say(line)
 
 
 def _keep_best(run: Run, state: RunState) -> None:
@@ -177,7 +190,6 @@ def write(run: Run, state: RunState) -> metrics.Line:
     """
     lines, seconds = run.collected.fetch()
     state.train_seconds += seconds
-    line: metrics.Line = {}
     for line in metrics.checked(lines, run.trainer.uses_scaler):
         if line["skipped"]:
             state.skipped += 1
@@ -187,7 +199,7 @@ def write(run: Run, state: RunState) -> metrics.Line:
             del line["skipped"]
         _log(run, line)
     _note_unreadable(run, state)
-    return line
+    return lines[-1] if lines else {}
 
 
 def _note_unreadable(run: Run, state: RunState) -> None:
@@ -230,7 +242,7 @@ def restore(trainer: Trainer, path: Path, content: dict[str, Any]) -> RunState:
     try:
         check_classes(place, content["classes"], trainer.classes)
         trainer.restore(place, content)
-        content = {"unreadable": {}, **content}  # earlier revisions had none
+        content.setdefault("unreadable", {})  # earlier revisions had none
         return RunState(**{x.name: content[x.name] for x in fields(RunState)})
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{place}: does not fit the run: {first_line(error)}") from error
@@ -240,37 +252,52 @@ def evaluate_on(
     run: Run, state: RunState, loader: loaders.Loader, model: nn.Module
 ) -> dict[str, float]:
     """Evaluates a plain model on the images of a loader."""
-    began, inputs, world = time.perf_counter(), run.trainer.inputs, run.trainer.world
+    trainer, world = run.trainer, run.trainer.world
+    began = time.perf_counter()
     world.share_buffers(model)  # the first rank saves these weights
     waited = run.stop.while_waiting(loader)
     batches = progress(waited, "evaluation", length_hint(loader))
-    result, _ = evaluate(model, inputs.normalize, batches, world, run.trainer.recipe.precision)
+    result, _ = evaluate(
+        model, trainer.inputs.normalize, batches, world=world, precision=trainer.recipe.precision
+    )
     state.eval_seconds += time.perf_counter() - began
     return result
 
 
 def _results(run: Run, state: RunState) -> dict[str, Any]:
     """The entries of summary.json about the whole run, and its results on the test set."""
-    trainer, tests = run.trainer, list[metrics.Line]()
-    if run.test_loader is not None:  # not seen yet: for the last epoch and the best
-        model = trainer.evaluated
-        tests = [evaluate_on(run, state, run.test_loader, model)] * 2
-        if metrics.best(state.log)["epoch"] != state.epoch:
-            model = copy.deepcopy(model)
-            model.load_state_dict(trainer.world.share(cast(State, state.best)))
-            tests[1] = evaluate_on(run, state, run.test_loader, model)
+    trainer = run.trainer
+    if run.test_loader is None:
+        accuracies = metrics.accuracies(state.log)
+    else:
+        accuracies = _test(run, state, run.test_loader)
     images = run.batches.images(trainer.step)
-    return {
-        **metrics.accuracies(state.log, tests),
+    results = {
+        **accuracies,
         "steps": trainer.step,
         "images": images,
         "seconds": round(state.train_seconds + state.eval_seconds, 1),
         "images_per_second": round(images / state.train_seconds, 1),
-        **({"skipped_steps": state.skipped} if trainer.uses_scaler else {}),
-        **({"unreadable_images": len(state.unreadable)} if state.unreadable else {}),
         "weights_sha256": digest(trainer.evaluated.state_dict()),
         **progress_entries(run, state),
     }
+    if trainer.uses_scaler:
+        results["skipped_steps"] = state.skipped
+    if state.unreadable:
+        results["unreadable_images"] = len(state.unreadable)
+    return results
+
+
+def _test(run: Run, state: RunState, loader: loaders.Loader) -> dict[str, Any]:
+    """Tests the weights of the last epoch and of the best by validation, on images not yet seen."""
+    model = run.trainer.evaluated
+    last = evaluate_on(run, state, loader, model)
+    selected = last
+    if metrics.best(state.log)["epoch"] != state.epoch:
+        model = copy.deepcopy(model)
+        model.load_state_dict(run.trainer.world.share(cast(State, state.best)))
+        selected = evaluate_on(run, state, loader, model)
+    return metrics.tested_accuracies(state.log, last, selected)
 
 
 def progress_entries(run: Run, state: RunState) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from functools import cache
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,14 @@ Sums = list[float]  # over the batches of an epoch: their number, loss, mixed sa
 MEDIAN_EPOCHS = 10
 
 
+class Measured(NamedTuple):
+    """What is known of a batch on this rank."""
+
+    head: Line  # the first columns
+    images: int  # of all ranks
+    values: Tensor  # micro-batch x name x total and divisor, on the device
+
+
 class BatchMetrics:
     """Collects the scalars of batches on the device; `fetch` turns them into metrics.jsonl's lines.
 
@@ -33,8 +41,7 @@ class BatchMetrics:
 
     def __init__(self, world: World):
         self.world = world
-        # of each batch: its first columns; images; micro-batch x name x total and divisor
-        self.batches: list[tuple[Line, int, Tensor]] = []
+        self.batches: list[Measured] = []
         self.stats: dict[str, Stat] = {}  # of the last micro-batch
         self.restart_clock()
 
@@ -48,31 +55,35 @@ class BatchMetrics:
         `head` begins the line, `images` counts those of all ranks.
         """
         self.stats = micro_batches[-1]
-        values = [
-            value if isinstance(value, Tensor) else _constant(float(value or 0), self.world.device)
-            for stats in micro_batches
-            for total, divisor, _ in stats.values()
-            for value in (total, divisor)
-        ]
+        values = []
+        for stats in micro_batches:
+            for stat in stats.values():
+                values += [self._on_device(stat.total), self._on_device(stat.divisor)]
         shape = len(micro_batches), len(self.stats), 2
-        self.batches.append((head, images, torch.stack(values).view(shape)))
+        self.batches.append(Measured(head, images, torch.stack(values).view(shape)))
+
+    def _on_device(self, value: Tensor | float | None) -> Tensor:
+        if isinstance(value, Tensor):
+            return value
+        return _constant(float(value or 0), self.world.device)
 
     def fetch(self) -> tuple[list[Line], float]:
         """Returns a line for each collected batch, over all ranks, and the seconds of all."""
         if not self.batches:
             return [], 0.0
-        heads, images, rows = zip(*self.batches, strict=True)
-        table = torch.stack(rows).double()  # batch, micro-batch, name, total and divisor
+        batches, self.batches = self.batches, []
+        # batch x micro-batch x name x total and divisor
+        table = torch.stack([batch.values for batch in batches]).double()
         sums = self.world.sum(table.sum(dim=1))
         maxima = self.world.max(table.amax(dim=1))
         fetched = torch.cat([sums, maxima[..., :1]], dim=-1).tolist()  # waits for the device
         seconds = time.perf_counter() - self.start
-        speed = {"images_per_second": round(sum(images) / seconds, 1)}
-        self.batches = []
+        images = sum(batch.images for batch in batches)
+        speed = {"images_per_second": round(images / seconds, 1)}
         self.restart_clock()
         lines = list[Line]()
-        for head, row in zip(heads, fetched, strict=True):
-            lines.append({**head, **self._values(row), **speed})
+        for batch, row in zip(batches, fetched, strict=True):
+            lines.append({**batch.head, **self._values(row), **speed})
         return lines, seconds
 
     def _values(self, row: list[list[float]]) -> Line:
@@ -109,6 +120,10 @@ def checked(lines: list[Line], scales: bool) -> Iterator[Line]:
         if reason:
             raise PlainError(f"step {line['step']}: {reason}; {ADVICE}")
         yield line
+
+
+def no_sums() -> Sums:
+    return [0.0] * 4
 
 
 def added(sums: Sums, line: Line) -> Sums:
@@ -157,17 +172,20 @@ def describe_step(line: Line, pace: Pace) -> str:
     return "  ".join(parts)
 
 
-def describe(sums: Sums, number: int, of: int, mixes: bool, log: list[Line], left: float) -> str:
-    """Returns the line of epoch `number`, with `left` seconds to go."""
+def describe(
+    sums: Sums, log: list[Line], *, number: int, total: int, mixes: bool, seconds_left: float
+) -> str:
+    """Returns the line of epoch `number`."""
     loss, mixed, tokens = means(sums)
-    parts = [f"epoch {number:>{len(str(of))}}/{of}", f"loss {loss:.3f}"]
+    width = len(str(total))
+    parts = [f"epoch {number:>{width}}/{total}", f"loss {loss:.3f}"]
     if mixes:
         parts.append(f"mixed {mixed:.3g} ({tokens:.0f} tokens)")
     if log and log[-1]["epoch"] == number:
         name = "val" if "val_top1" in log[-1] else "top-1"
         parts.append(f"{name} {accuracy(log[-1]):.2f} %")
-    if number < of:
-        parts.append(f"{timedelta(seconds=round(left))} left")
+    if number < total:
+        parts.append(f"{timedelta(seconds=round(seconds_left))} left")
     return "  ".join(parts)
 
 
@@ -187,30 +205,34 @@ def mixing(epochs: list[Sums], images: int) -> dict[str, float | None]:
     }
 
 
-def accuracies(log: list[Line], tests: list[Line]) -> dict[str, Any]:
-    """Returns the accuracies of a run for summary.json.
+def tested_accuracies(log: list[Line], last: Line, selected: Line) -> dict[str, Any]:
+    """Returns the accuracies of a run with a validation split for summary.json.
 
-    With a validation split, `tests` are the results of the last and of the best epoch, by
-    validation, on the test set; accuracies over all epochs are null.
+    `last` and `selected` are the results on the test set, of the last epoch and of the best by
+    validation; accuracies over all epochs are null.
     """
-    last, selected = log[-1], best(log)
-    if tests:
-        return {
-            "top1_last": tests[0]["top1"],
-            "top5_last": tests[0]["top5"],
-            "top1_selected": tests[1]["top1"],
-            "top5_selected": tests[1]["top5"],
-            "selected_epoch": selected["epoch"],
-            "val_top1_last": last["val_top1"],
-            "val_top1_selected": selected["val_top1"],
-            "top1_best": None,
-            "top1_median10": None,
-            "top5_best": None,
-        }
+    best_line = best(log)
+    return {
+        "top1_last": last["top1"],
+        "top5_last": last["top5"],
+        "top1_selected": selected["top1"],
+        "top5_selected": selected["top5"],
+        "selected_epoch": best_line["epoch"],
+        "val_top1_last": log[-1]["val_top1"],
+        "val_top1_selected": best_line["val_top1"],
+        "top1_best": None,
+        "top1_median10": None,
+        "top5_best": None,
+    }
+
+
+def accuracies(log: list[Line]) -> dict[str, Any]:
+    """Returns the accuracies of a run for summary.json, whose epochs are evaluated on the tests."""
+    last = log[-1]
     late = [line["top1"] for line in log if line["epoch"] > last["epoch"] - MEDIAN_EPOCHS]
     return {
         "top1_last": last["top1"],
-        "top1_best": selected["top1"],
+        "top1_best": best(log)["top1"],
         "top1_median10": median(late),
         "top5_last": last["top5"],
         "top5_best": max(line["top5"] for line in log),

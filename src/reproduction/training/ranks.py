@@ -95,8 +95,9 @@ class World:
 
     def barrier(self) -> None:
         if self.size > 1:
+            is_gpu = self.device.type == "cuda"
             # NCCL would warn that it has to guess the device
-            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+            dist.barrier(device_ids=[self.device.index] if is_gpu else None)
 
     def parallel(self, module: nn.Module) -> nn.Module:
         """Wraps a module so that backward passes reduce its gradients over the ranks."""
@@ -115,9 +116,10 @@ def resolve_device(
         device = "cuda" if gpus > 0 else "cpu"
     if device == "cuda" and local_ranks(devices) > gpus:
         raise UserError(f"device=cuda devices={devices}: this machine has {gpus} CUDA GPUs")
-    for word in (f"recipe.precision={precision}", f"compile={compile}"):
-        if device == "cpu" and word in ("recipe.precision=float16", "compile=cuda-graph"):
-            raise UserError(f"{word}: is for a GPU; a CPU takes float32 or bf16, false or true")
+    if device == "cpu" and precision == "float16":
+        raise UserError("recipe.precision=float16: is for a GPU; a CPU takes float32 or bf16")
+    if device == "cpu" and compile == "cuda-graph":
+        raise UserError("compile=cuda-graph: is for a GPU; a CPU takes false or true")
     return device
 
 
@@ -210,8 +212,9 @@ def _outcomes(meeting: Path) -> dict[int, Any]:
 
 def _result(ended: Ended) -> Any:
     """What the ranks return; raises the error of the one that says why they end."""
+    reasons = [rank for rank, outcome in ended.outcomes.items() if _is_reason(outcome)]
     # The first one to end may only know that another is gone.
-    rank = next((rank for rank, x in ended.outcomes.items() if _is_reason(x)), ended.first)
+    rank = reasons[0] if reasons else ended.first
     code = ended.codes[rank]
     if rank in ended.outcomes:
         outcome = ended.outcomes[rank]

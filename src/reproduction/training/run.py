@@ -6,6 +6,7 @@ The epochs are in fit.py, what ends a run in stop.py, its processes in ranks.py.
 import math
 import platform
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -58,13 +59,11 @@ def run_training(config: Config, origin: Mapping[str, Any] | None = None) -> dic
             if folder.is_finished():
                 return folder.read_summary()
             try:
-                return on_ranks(
-                    partial(train, origin=origin or {}), config
-                )  # stop.ending makes a PlainError of any error
+                return on_ranks(partial(train, origin=origin or {}), config)
             except KeyboardInterrupt as error:
                 line = _kept(folder, config, "interrupted", "interrupted")
                 raise KeyboardInterrupt(line) from error
-            except PlainError as error:
+            except PlainError as error:  # what `ending` has made of any other
                 raise PlainError(_kept(folder, config, "failed", str(error))) from error
     except OSError as error:  # of the lock and the folder, before the run
         raise UserError(reason_of(error)) from error
@@ -74,39 +73,58 @@ def _kept(folder: RunFolder, config: Config, status: str, reason: str) -> str:
     """Records the status of a run that has begun and returns the line to print; never raises."""
     if not folder.config_path.exists():
         return reason
+    kept = status
     try:
         if is_first_rank():
             folder.write_summary(status=status, error=reason)
     except (OSError, UserError):  # such as a full disk; reports recognise the run by its lock
-        status = "it is"
+        kept = "it is"
     how = "" if config.resume == "auto" else " with resume=auto"
-    return f"{reason}; {folder.path} is kept as {status}, repeat the command{how} to continue"
+    return f"{reason}; {folder.path} is kept as {kept}, repeat the command{how} to continue"
 
 
-def build(
-    config: Config, world: World, is_new: bool = True
-) -> tuple[Data, loaders.TrainingBatches, TokenMixup, str | None]:
+@dataclass
+class Built:
+    """The images and the model of a run, neither of them on a device yet."""
+
+    data: Data
+    batches: loaders.TrainingBatches
+    module: TokenMixup
+    initial_weights: str | None  # what was read from `model.weights`
+
+
+def build(config: Config, world: World, is_new: bool = True) -> Built:
     """Opens the images and builds the model; UserError if they do not fit the configuration.
 
-    Also returns what was read from `model.weights`, from which a new run starts, as from timm's
-    weights. On the meta device, for a check, the file is read, but the model takes no memory.
+    A new run starts from `model.weights`, as from timm's weights. On the meta device, for a check,
+    the file is read, but the model takes no memory.
     """
-    data, size = opened(config.dataset), config.recipe.batch_size
-    batches = loaders.TrainingBatches(len(data.train), size, config.seed, world.rank, world.size)
-    is_meta = world.device.type == "meta"
+    data = opened(config.dataset)
+    batches = loaders.TrainingBatches(
+        num_images=len(data.train),
+        batch_size=config.recipe.batch_size,
+        seed=config.seed,
+        rank=world.rank,
+        ranks=world.size,
+    )
     model = config.model if is_new else models.without_weights(config.model)
     torch.manual_seed(config.seed)
-    with torch.device("meta" if is_meta else "cpu"):
+    # On a device only later: the same weights are drawn for all of them.
+    with torch.device("meta" if world.device.type == "meta" else "cpu"):
         module = models.build_module(model, config.augmentation, len(data.classes))
-    return data, batches, module, models.load_initial_weights(model, module.model)
+    initial_weights = models.load_initial_weights(model, module.model)
+    return Built(data, batches, module, initial_weights)
 
 
 def check(config: Config) -> None:
     """Raises UserError if the run cannot start here; writes nothing but downloaded data."""
-    data, batches, module, _ = build(config, World(0, config.devices, torch.device("meta")))
-    check_model(config, module)
+    first_rank = World(rank=0, size=config.devices, device=torch.device("meta"))
+    built = build(config, first_rank)
+    batches = built.batches
+    check_model(config, built.module)
+    images = loaders.build_training_images(config, built.data.train)
     try:
-        loaders.build_training_images(config, data.train)[(0, 0)]
+        images[0, 0]  # reads the first one
     except PlainError as error:
         raise UserError(f"the first training image: {error}") from error
     count = config.recipe.grad_accum_steps
@@ -139,7 +157,7 @@ def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
             except Stopped:  # on all ranks after the same step
                 if world.is_main:
                     say(f"stopping after step {run.trainer.step} (a second Ctrl-C: at once)")
-                write(run, state)
+                write(run, state)  # first: the checkpoint counts its lines
                 save(run, state)
                 raise
             except Exception as error:
@@ -147,26 +165,32 @@ def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
                 raise
             finally:
                 run.logs.close(status)
-        world.barrier()
-        return run.folder.write_summary(**results, status=status) if world.is_main else results
+        world.barrier()  # finished is what all ranks have finished
+        if world.is_main:
+            results = run.folder.write_summary(**results, status=status)
+        return results
 
 
 def set_up(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Run, RunState]:
     """Builds a run on its device, or resumes it, and prepares its folder."""
     folder = RunFolder.of(config)
     newest = load_last(folder)
-    data, batches, module, initial_weights = build(config, world, is_new=newest is None)
-    trainer = Trainer(config, world, module, data.classes, len(batches))
-    state = RunState() if newest is None else restore(trainer, *newest)
+    built = build(config, world, is_new=newest is None)
+    trainer = Trainer(config, world, built.module, built.data.classes, len(built.batches))
+    checkpoint, state = None, RunState()
+    if newest is not None:
+        checkpoint, content = newest
+        state = restore(trainer, checkpoint, content)
     if world.share(trainer.step) != trainer.step:
         raise PlainError("the ranks have read different checkpoints")
     facts: dict[str, Any] = {}
     if world.is_main:
-        facts = {**_facts(trainer, data, initial_weights), **origin}
-        _say_start(trainer, data, facts)
-    run = _assembled(trainer, folder, batches, data)
+        facts = {**_facts(trainer, built), **origin}
+        _say_start(trainer, built.data, facts)
+    run = _assembled(trainer, folder, built)
+    # The folder last: what is refused above, such as a logger's settings, leaves it as it was.
     if world.is_main:
-        folder.begin(config, None if newest is None else newest[0], state.metrics_size)
+        folder.begin(config, checkpoint, state.metrics_size)
         if state.best is not None:
             save_plain(folder.best_path, state.best, trainer.classes)
         else:
@@ -175,13 +199,12 @@ def set_up(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Run
     return run, state
 
 
-def _assembled(
-    trainer: Trainer, folder: RunFolder, batches: loaders.TrainingBatches, data: Data
-) -> Run:
+def _assembled(trainer: Trainer, folder: RunFolder, built: Built) -> Run:
     """The parts of a run around its trainer; images are read, loggers begin."""
-    config, world = trainer.config, trainer.world
+    config, world, batches = trainer.config, trainer.world, built.batches
     pin = world.device.type == "cuda"
-    data = in_memory(data, ("train", "validation", "held_out"), local_ranks(config.devices))
+    halves = ("train", "validation", "held_out")
+    data = in_memory(built.data, halves, local_ranks(config.devices))
     evaluation_loader = partial(
         loaders.build_evaluation_loader, config, rank=world.rank, ranks=world.size, pin=pin
     )
@@ -248,23 +271,32 @@ def _htm_numbers(trainer: Trainer) -> dict[str, list[float | str]]:
         module = models.build_module(plain, stack, len(trainer.classes))
         tokens = models.tokens_of(config.model, module)
     each = [*zip(htm.each.values(), tokens, strict=True)]
-    rows = {"tau": [x.tau for x, _ in each], "rho": [x.rho_for(t) for x, t in each]}
-    return {name: [x if x < math.inf else "inf" for x in row] for name, row in rows.items()}
-
-
-def _facts(trainer: Trainer, data: Data, initial_weights: str | None) -> dict[str, Any]:
-    """The entries of the summary that are known before training."""
-    config, numbers = trainer.config, _htm_numbers(trainer)
     return {
+        "tau": [_finite(settings.tau) for settings, _ in each],
+        "rho": [_finite(settings.rho_for(count)) for settings, count in each],
+    }
+
+
+def _finite(number: float) -> float | str:
+    return number if number < math.inf else "inf"
+
+
+def _facts(trainer: Trainer, built: Built) -> dict[str, Any]:
+    """The entries of the summary that are known before training."""
+    config, htm = trainer.config, _htm_numbers(trainer)
+    facts: dict[str, Any] = {
         "name": config.name,
-        "data": record(data, config.model.weights),
-        **({"htm": numbers} if numbers else {}),
+        "data": record(built.data, config.model.weights),
         "parameters": models.count_parameters(trainer.module),
         "seed": config.seed,
         "devices": config.devices,
-        **({} if trainer.step else {"initial_weights": initial_weights}),
         "hardware": hardware_name(trainer.world.device.type),
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version()} | {x: version(x) for x in LIBRARIES},
         "git_revision": git_revision(),
     }
+    if htm:
+        facts["htm"] = htm
+    if trainer.step == 0:  # a resumed run keeps what its beginning has recorded
+        facts["initial_weights"] = built.initial_weights
+    return facts

@@ -54,7 +54,9 @@ class Trainer:
         steps_per_epoch: int,
     ):
         recipe, device = config.recipe, world.device
-        self.config, self.recipe, self.world = config, recipe, world
+        self.config = config
+        self.recipe = recipe
+        self.world = world
         self.classes = classes
         self.steps_per_epoch = steps_per_epoch
         self.step = 0  # completed ones
@@ -156,14 +158,15 @@ class Trainer:
 
     def _forward_and_backward(self, part: Mixed, global_size: int) -> MicroBatch:
         """Adds the gradients of a micro-batch: labels, the mixing of tokens, loss, backward."""
-        labels = len(self.classes), self.recipe.label_smoothing
+        num_classes, smoothing = len(self.classes), self.recipe.label_smoothing
         with autocast(self.world.device, self.recipe.precision):
             # This is TokenMixup.forward; what it does to the blocks of the model is in
             # Pass.run_block (tokenmixup/passes.py).
-            output: Output = self.parallel(part.images, part.targets(*labels))
-            if self.attention_labels is not None:
-                by_attention = self.attention_labels(part)
-                output = output._replace(targets=by_attention.targets(*labels))
+            targets = part.targets(num_classes, smoothing)
+            output: Output = self.parallel(part.images, targets)
+            if self.attention_labels is not None:  # of the pass that has just been
+                targets = self.attention_labels(part).targets(num_classes, smoothing)
+                output = output._replace(targets=targets)
         loss = training_loss(output)
         n = len(part.images)
         # DDP averages over the ranks: the world size turns that mean into a sum.

@@ -128,8 +128,11 @@ def ending(error: Exception, config: Config) -> OneLineError:
 
 def line_of(error: BaseException, config: Config) -> str | None:
     """What to say of an error that a run may meet; None of another one."""
-    lines = (explain(error, config) for explain in (of_method, of_memory, of_system, of_libraries))
-    return next((line for line in lines if line is not None), None)
+    for explain in (of_method, of_memory, of_system, of_libraries):
+        line = explain(error, config)
+        if line is not None:
+            return line
+    return None
 
 
 def of_method(error: BaseException, config: Config) -> str | None:
@@ -142,9 +145,10 @@ def of_memory(error: BaseException, config: Config) -> str | None:
     is_host = isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate" in str(error)
     if not (is_gpu or is_host):
         return None
-    place, recipe = "the GPU" if is_gpu else "this machine", config.recipe
+    device = "the GPU" if is_gpu else "this machine"
+    recipe = config.recipe
     return (
-        f"out of {place}'s memory: lower recipe.batch_size={recipe.batch_size}, raise "
+        f"out of {device}'s memory: lower recipe.batch_size={recipe.batch_size}, raise "
         f"recipe.grad_accum_steps={recipe.grad_accum_steps} or choose recipe.precision=bf16"
     )
 
