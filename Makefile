@@ -85,8 +85,10 @@ test-plugins: .venv-plugins/installed  ## run the tests of Hydra's joblib, submi
 # SET="key=value ..." has overrides of train.py for all rows, DATA the folder with CIFAR and imagenet/.
 REPRODUCE = $(if $(DATA),DATA="$(DATA)") $(BIN)/python -m scripts.reproduce
 WORDS = $(if $(SEEDS),seeds=$(SEEDS)) $(if $(SCALE),scale=$(SCALE)) $(if $(DEVICES),devices=$(DEVICES)) \
-  $(if $(OUTPUTS),output_root="$(OUTPUTS)") $(SET) $(if $(JOBS),jobs=$(JOBS)) $(if $(LAUNCHER),hydra/launcher=$(LAUNCHER)) $(if $(DRY_RUN),dry_run=$(DRY_RUN))
-LATENCY = $(BIN)/python -m scripts.latency $(if $(filter smoke,$(SCALE)),--rounds 1 --images 2)
+  $(if $(OUTPUTS),output_root="$(OUTPUTS)") $(SET) $(if $(JOBS),jobs=$(JOBS)) \
+  $(if $(LAUNCHER),hydra/launcher=$(LAUNCHER)) $(if $(DRY_RUN),dry_run=$(DRY_RUN))
+RUNS_IN = $(or $(OUTPUTS),outputs$(if $(filter smoke,$(SCALE)),/smoke))
+LATENCY = $(BIN)/python -m scripts.latency --outputs "$(RUNS_IN)" $(if $(filter smoke,$(SCALE)),--rounds 1 --images 2)
 STUDY_figure3 := table1/cifar100_htm seeds=1
 STUDY_figure4 := table1/cifar100_htm
 STUDY_openmixup := results/openmixup_cifar100.yaml
@@ -101,8 +103,8 @@ reproduce-figure4:  ## train the runs of Figure 4: mixed samples per batch over 
 reproduce-openmixup:  ## train DeiT-S on CIFAR-100 by OpenMixup's protocol, with HTM and VTM
 reproduce-all:  ## train all tables, figures and sweeps; SCALE=smoke runs everything in minutes
 $(REPRODUCED): reproduce-%: .venv/installed
-	$(REPRODUCE) $(or $(STUDY_$*),$*) $(WORDS)
 	$(if $(filter table3 all,$*),$(if $(filter-out 0,$(DRY_RUN)),,$(LATENCY)))
+	$(REPRODUCE) $(or $(STUDY_$*),$*) $(WORDS)
 
 sweep-tau:  ## train HTM with tau from 0 (mixes no sample) to inf (all samples)
 sweep-rho:  ## train HTM with rho from 0 to inf (replaces no token)
@@ -143,8 +145,8 @@ bench: .venv/installed  ## measure what HTM and VTM add to a step on this machin
 	  $(if $(OUTPUTS),--out "$(OUTPUTS)/bench.json")
 
 # A test that hangs or crashes ends its worker, and the next one goes on.
-check-gpu: .venv/installed-dev  ## check a GPU against the CPU
-	$(BIN)/python -m pytest tests/gpu --device cuda -n 1 -m "slow or not slow" -o faulthandler_timeout=200 \
+check-gpu: .venv/installed-dev  ## check a GPU against the CPU, and the kernels for it
+	$(BIN)/python -m pytest tests/gpu tests/tokenmixup/test_kernels.py --device cuda -n 1 -m "slow or not slow" -o faulthandler_timeout=200 \
 	  -o faulthandler_exit_on_timeout=true --report "$(or $(OUTPUTS),outputs)/check-gpu/check.md"
 
 chaos: .venv/installed-dev  ## kill runs and ranks many times, and compare with undisturbed ones; KILLS=10 of each run
@@ -161,8 +163,8 @@ check-published: .venv/installed  ## evaluate the published checkpoints and comp
 	$(if $(DATA),DATA="$(DATA)") $(BIN)/python -m scripts.check_published \
 	  "$(or $(WEIGHTS),$(error WEIGHTS=: must be the folder of the published files))" $(if $(OUTPUTS),output_root="$(OUTPUTS)")
 
-report: .venv/installed  ## write tables, sweeps and figures with our results to outputs/report
-	$(BIN)/python -m scripts.report $(if $(SCALE),--scale $(SCALE)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)") \
+report: .venv/installed  ## write the tables of all runs and their page to outputs/report, without training
+	$(BIN)/python -m scripts.report $(if $(SCALE),--scale $(SCALE)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)") $(if $(SEEDS),--seeds $(SEEDS)) \
 	  $(if $(DEVICES),devices=$(DEVICES)) $(SET)
 
 clean:  ## remove .venv and caches, keep outputs/

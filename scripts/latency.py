@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from reproduction.studies.of_study import LATENCY, latencies
 from reproduction.studies.study import PAPER_FOLDER, read
-from reproduction.studies.tables import LATENCY, latencies
 from reproduction.studies.text import REPORT, markdown
 from reproduction.system import Parser, hardware_name, one_line_errors, say, write_text
 from reproduction.training.ranks import resolve_device

@@ -199,7 +199,8 @@ def _writer() -> str:
 def is_left_over(temporary: Path) -> bool:
     """Whether the process that began to write a temporary file is gone from this machine."""
     host, _, process = temporary.name.split(".")[-2].rpartition("-")
-    if host != _writer().rpartition("-")[0]:
+    is_ours = host == _writer().rpartition("-")[0]
+    if not (is_ours and process.isdecimal()):
         return False
     try:
         os.kill(int(process), 0)  # sends nothing

@@ -33,9 +33,13 @@ def gain_matrix(saliency: Tensor, rho: float) -> Tensor:
     saliency = saliency.double()  # below, distance and surplus nearly cancel
     offered = saliency - rho
     if saliency.is_cuda:  # Eq. 6 as it stands, in parts of HELD_PAIRS: compiled, one kernel
-        rows = saliency.split(max(1, HELD_PAIRS // saliency.numel()))
-        parts = [(offered - own[:, None]).clamp(min=0).sum(dim=2) for own in rows]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        receivers = max(1, HELD_PAIRS // saliency.numel())
+        parts = [
+            (offered - own[:, None]).clamp(min=0).sum(dim=2) for own in saliency.split(receivers)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts)
     distance = torch.cdist(saliency, offered, p=1)
     surplus = offered.sum(dim=1)[None, :] - saliency.sum(dim=1)[:, None]
     return distance.lerp_(surplus, 0.5).clamp_(min=0).fill_diagonal_(0)
@@ -69,7 +73,8 @@ def donors(gain: Tensor, is_easy: Tensor) -> Tensor:
 
         with torch.cuda.device(gain.device):  # Triton launches on the current one
             return device_donors(gain, is_easy)
-    host_gain, host_easy = (x.to("cpu", non_blocking=x.is_cuda) for x in (gain, is_easy))
+    host_gain = gain.to("cpu", non_blocking=gain.is_cuda)
+    host_easy = is_easy.to("cpu", non_blocking=gain.is_cuda)
     if gain.is_cuda:  # a single wait for both
         torch.cuda.current_stream(gain.device).synchronize()
     donor = torch.arange(len(gain), device="cpu")

@@ -78,11 +78,12 @@ Detector = Callable[[BlockInput], Tensor]  # saliency, b t
 
 def check_tokens(plan: Plan, args: tuple[Any, ...], b: int, width: int | None = None) -> None:
     """Raises ValueError unless the first argument of a block is tokens."""
-    x: Any = args[0] if args else None
-    dims = (3, 4) if plan.vtm is None else (3,)
-    are_tokens = isinstance(x, Tensor) and x.ndim in dims and len(x) == b
-    if not are_tokens or width not in (None, x.shape[-1]):
-        found = [*getattr(x, "shape", [])] or type(x).__name__
+    x = next(iter(args), None)
+    shape = list(x.shape) if isinstance(x, Tensor) else []
+    is_map = len(shape) == 4 and plan.vtm is None  # of rows and columns
+    are_tokens = (len(shape) == 3 or is_map) and shape[0] == b
+    if not are_tokens or width not in (None, shape[-1]):
+        found = shape or type(x).__name__
         needs = f"its first argument must be tokens b n {width or 'd'} (Adapter.embed_dim)"
         raise ValueError(f"{plan.name} gets {found}: {needs}")
 
@@ -94,14 +95,14 @@ def run_watched(
 
     Returns its output for all of them, and what has seen its map.
     """
-    watching, (tokens, *others) = entry.watching(**what), entry.args
-    kwargs = entry.kwargs
+    watching, args, kwargs = entry.watching(**what), entry.args, entry.kwargs
     if memory is not None:
         watching.memory = torch.cat(memory.places, dim=1)
-        tokens = torch.cat([tokens, *memory.tokens], dim=1)
+        tokens = torch.cat([args[0], *memory.tokens], dim=1)
+        args = (tokens, *args[1:])
         kwargs = _with_rope(kwargs, watching.memory, entry.adapter.num_prefix_tokens)
     with watching:
-        out = forward(tokens, *others, **kwargs)
+        out = forward(*args, **kwargs)
     return out, watching
 
 
@@ -127,23 +128,24 @@ def tokens_of(entry: BlockInput, out: Any, total: int) -> Tensor:
     it got, and the only tensor of their shape there.
     """
     name = entry.name
-    first = out[0] if isinstance(out, tuple | list) and len(out) else out
-    if not isinstance(first, Tensor):
+    returned = list(out) if isinstance(out, tuple | list) else [out]
+    if not returned or not isinstance(returned[0], Tensor):
         must = "must return its tokens, or a tuple or list of which they are the first"
         raise ValueError(f"{name} returns a {type(out).__name__}: {must}")
-    count = first.shape[1:-1].numel()
+    tokens = returned[0]
+    count = tokens.shape[1:-1].numel()
     if entry.adapter.attends_to_all and count != total:
         raise ValueError(f"{name} returns {count} tokens for {total}: must return as many")
-    others = () if first is out else out[1:]
-    if any(isinstance(x, Tensor) and x.shape == first.shape for x in others):
+    if any(isinstance(x, Tensor) and x.shape == tokens.shape for x in returned[1:]):
         must = "a residual stream beside the tokens cannot be mixed"
         raise ValueError(f"{name} returns a second tensor of the shape of its tokens: {must}")
-    return first
+    return tokens
 
 
 def with_tokens_of(out: Any, tokens: Tensor) -> Any:
-    """Returns what a block has returned with other tokens."""
+    """Returns what a block has returned, with other tokens."""
     if isinstance(out, Tensor):
         return tokens
-    make = getattr(type(out), "_make", type(out))  # of a named tuple
+    kind = type(out)
+    make = getattr(kind, "_make", kind)  # of a named tuple
     return make([tokens, *out[1:]])

@@ -90,18 +90,19 @@ def mix_horizontal(
     offered = saliency[donor]
     mask = rules.choose(saliency, offered, is_easy, rho)  # Eq. 9
     _check_type("choose", mask, torch.bool)
-    targets = targets if targets.is_floating_point() else targets.float()
+    if not targets.is_floating_point():
+        targets = targets.float()
     mixed_saliency = torch.where(mask, offered, saliency)
     keep_ratio = rules.weigh(mixed_saliency, mask).to(targets.dtype)
     return HorizontalMix(
-        exchanged(tokens, donor, mask),  # 6: Eq. 10
-        targets[donor].lerp(targets, keep_ratio),  # 7: Eq. 11
-        donor,
-        mask,
-        mixed_saliency - saliency,
-        keep_ratio,
-        is_easy,
-        saliency,
+        tokens=exchanged(tokens, donor, mask),  # 6: Eq. 10
+        targets=targets[donor].lerp(targets, keep_ratio),  # 7: Eq. 11
+        donor=donor,
+        mask=mask,
+        gain=mixed_saliency - saliency,
+        keep_ratio=keep_ratio,
+        is_easy=is_easy,
+        saliency=saliency,
     )
 
 
@@ -118,6 +119,7 @@ def exchanged(tokens: Tensor, donor: Tensor, mask: Tensor) -> Tensor:
     host wait for their number.
     """
     b, n, _ = tokens.shape
-    row = torch.arange(b * n, device=mask.device).view(b, n)
-    row = torch.where(F.pad(mask, (n - mask.shape[1], 0)), row[donor], row)
+    own = torch.arange(b * n, device=mask.device).view(b, n)
+    is_taken = F.pad(mask, (n - mask.shape[1], 0))  # b n, never of the prefix
+    row = torch.where(is_taken, own[donor], own)
     return tokens.flatten(0, 1).index_select(0, row.flatten()).view_as(tokens)

@@ -28,5 +28,9 @@ def draw_manifold_mix(settings: ManifoldMixup, batch: Tensor) -> ManifoldMix:
     layer = settings.layers[int(torch.randint(len(settings.layers), (), device="cpu"))]
     alpha = torch.tensor(settings.alpha, dtype=torch.float32, device="cpu")
     keep_ratio = torch.distributions.Beta(alpha, alpha).sample()
-    drawn = (keep_ratio, torch.randperm(len(batch), device="cpu"))
-    return ManifoldMix(layer, *(x.to(batch.device, non_blocking=True) for x in drawn))
+    partner = torch.randperm(len(batch), device="cpu")
+    return ManifoldMix(
+        layer=layer,
+        keep_ratio=keep_ratio.to(batch.device, non_blocking=True),
+        partner=partner.to(batch.device, non_blocking=True),
+    )

@@ -5,7 +5,8 @@ block consists of is nobody's business: its attention map is seen while the bloc
 `watch.py`), and VTM is the block on n + m tokens, cut to n. Evaluation is the plain model, bit for
 bit.
 
-    images, targets          checked; layer and partners of manifold mixup drawn, pixels' gradient
+    images, targets          checked; what is assumed of a block proved, once (see `prove.py`);
+        |                    layer and partners of manifold mixup drawn, pixels' gradient
         |
     [patch embedding]        says how many patches there are, and in which grid
         |

@@ -135,9 +135,10 @@ def training_loss(output: Output, score_loss_weight: float | None = None) -> Ten
             f"training_loss needs the Output of a training pass, got a {type(output).__name__}: "
             "call module.train() first, or F.cross_entropy for logits"
         )
-    weight = output.score_loss_weight if score_loss_weight is None else score_loss_weight
-    dtype = torch.promote_types(output.logits.dtype, torch.float32)
-    loss = F.cross_entropy(output.logits.to(dtype), output.targets.to(dtype))
+    exact = torch.promote_types(output.logits.dtype, torch.float32)
+    loss = F.cross_entropy(output.logits.to(exact), output.targets.to(exact))
     if output.score_loss is None:
         return loss
-    return loss.add(output.score_loss, alpha=weight)
+    if score_loss_weight is None:
+        score_loss_weight = output.score_loss_weight
+    return loss.add(output.score_loss, alpha=score_loss_weight)

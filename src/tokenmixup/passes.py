@@ -116,19 +116,18 @@ class Pass:
         saliency, own = self._detect(plan, entry)
         tau, rho = cast(float, htm.tau), htm.rho_for(saliency.shape[1])
         mix = mix_horizontal(x, self.targets, saliency, nats, tau, rho, self.rules)
-        self.layers.append(
-            LayerMix(
-                layer=plan.index,
-                score_logits=score_logits,
-                difficulty=nats,
-                is_easy=mix.is_easy,
-                mask=mix.mask,
-                gain=mix.gain,
-                saliency=mix.saliency,
-                donor=mix.donor,
-                keep_ratio=mix.keep_ratio,
-            )
+        done = LayerMix(
+            layer=plan.index,
+            score_logits=score_logits,
+            difficulty=nats,
+            is_easy=mix.is_easy,
+            mask=mix.mask,
+            gain=mix.gain,
+            saliency=mix.saliency,
+            donor=mix.donor,
+            keep_ratio=mix.keep_ratio,
         )
+        self.layers.append(done)
         if own is not None and htm.order == "in_place":
             own = torch.where(mix.mask, own[mix.donor], own)
         mix = ORDERS[htm.order](mix)
@@ -139,15 +138,16 @@ class Pass:
         """Returns HTM's saliency, `b t`, and of a source of VTM that by the block's attention."""
         self.is_detecting = True
         saliency, own = plan.detect(entry), None
-        if plan.feeds:
-            own = saliency if plan.detect is by_attention else by_attention(entry)
+        if plan.feeds and plan.detect is by_attention:
+            own = saliency
+        elif plan.feeds:
+            own = by_attention(entry)
         self.is_detecting = False
-        expected = [len(self.targets), entry.num_tokens - plan.adapter.num_prefix_tokens]
-        if [*saliency.shape] != expected:
-            raise ValueError(
-                f"htm.detector returns {[*saliency.shape]}, must be samples x spatial tokens, "
-                f"{expected}"
-            )
+        t = entry.num_tokens - plan.adapter.num_prefix_tokens
+        found, expected = list(saliency.shape), [len(self.targets), t]
+        if found != expected:
+            must = f"must be samples x spatial tokens, {expected}"
+            raise ValueError(f"htm.detector returns {found}, {must}")
         return saliency, own
 
     def _attend(
@@ -185,7 +185,8 @@ class Pass:
             kappa = cast(int, vtm.kappa)
             places = choose(saliency, kappa, plan.adapter.num_prefix_tokens)
             x = entry.args[0].flatten(1, -2)
-            x = x.detach() if vtm.stop_gradient else x
+            if vtm.stop_gradient:
+                x = x.detach()
             memory = self.memories.setdefault(layer, Memory())
             memory.tokens.append(x.gather(1, places[..., None].expand(-1, -1, x.shape[2])))
             memory.places.append(places)
@@ -211,10 +212,12 @@ class Pass:
         for index, plan in self.plans.items():
             if index not in self.entered:
                 raise ValueError(f"{plan.name} did not run: TokenMixup touches it")
-        expected = [*self.targets.shape]
-        shape = [*logits.shape] if isinstance(logits, Tensor) else type(logits).__name__
-        if shape != expected:
-            raise ValueError(f"the model returned {shape}, must be logits b num_classes={expected}")
+        found: Any = type(logits).__name__
+        if isinstance(logits, Tensor):
+            found = list(logits.shape)
+        expected = list(self.targets.shape)
+        if found != expected:
+            raise ValueError(f"the model returned {found}, must be logits b num_classes={expected}")
         return output_of(logits, self.targets, self.layers, score_loss_weight)
 
 

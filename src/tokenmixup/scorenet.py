@@ -42,7 +42,9 @@ class ScoreNet(nn.Module):
             raise ValueError(f"pooling={pooling!r}: must be one of {', '.join(get_args(Pooling))}")
         self.pooling = pooling
         self.stop_gradient = stop_gradient
-        self.pool = nn.Linear(embed_dim, 1) if pooling == "attention" else None
+        self.pool: nn.Linear | None = None
+        if pooling == "attention":
+            self.pool = nn.Linear(embed_dim, 1)
         self.head = nn.Linear(embed_dim, num_classes)
         for parameter in self.parameters():
             if parameter.ndim > 1:
@@ -57,7 +59,8 @@ class ScoreNet(nn.Module):
         if self.stop_gradient:
             tokens = tokens.detach()
         with without_autocast(tokens.device.type):
-            return self.head(self._pooled(tokens.to(self.head.weight.dtype), num_prefix_tokens))
+            exact = tokens.to(self.head.weight.dtype)
+            return self.head(self._pooled(exact, num_prefix_tokens))
 
     def _pooled(self, tokens: Tensor, num_prefix_tokens: int) -> Tensor:
         """`b n d` -> `b d`."""
@@ -65,7 +68,9 @@ class ScoreNet(nn.Module):
             return tokens[:, 0]
         if num_prefix_tokens:
             tokens = tokens[:, num_prefix_tokens:]  # b t d
-        return tokens.mean(dim=1) if self.pool is None else sequence_pool(tokens, self.pool)
+        if self.pool is None:
+            return tokens.mean(dim=1)
+        return sequence_pool(tokens, self.pool)
 
 
 def difficulty(score_logits: Tensor, targets: Tensor, rule: Difficulty = "paper") -> Tensor:

@@ -15,8 +15,10 @@ def salient_indices(saliency: Tensor, kappa: int, num_prefix_tokens: int = 0) ->
     """
     if kappa > saliency.shape[1]:
         raise ValueError(f"vtm.kappa={kappa}: there are only {saliency.shape[1]} spatial tokens")
-    indices = saliency.topk(kappa, dim=1).indices
-    return indices + num_prefix_tokens if num_prefix_tokens else indices
+    patches = saliency.topk(kappa, dim=1).indices
+    if num_prefix_tokens == 0:
+        return patches
+    return num_prefix_tokens + patches
 
 
 def indices_without_prefix(saliency: Tensor, kappa: int, num_prefix_tokens: int = 0) -> Tensor:

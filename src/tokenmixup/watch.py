@@ -46,28 +46,23 @@ class AttentionMap:
         It is computed in float32 at least, whose scores float16 could not hold.
         """
         if self.weights is not None:
-            part = self.weights[..., :rows, :keys]
-            part = part.to(torch.promote_types(part.dtype, torch.float32))
-            is_whole = keys in (None, self.weights.shape[-1])
-            return part if is_whole else part / part.sum(dim=-1, keepdim=True)
+            return _part(self.weights, rows, keys)
         assert self.q is not None and self.k is not None, "given if there are no weights"
-        q, k, bias = self.q[..., :rows, :], self.k[..., :keys, :], self.bias
-        if q.shape[1] != k.shape[1]:  # heads share their keys
-            k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        exact = torch.promote_types(q.dtype, torch.float32)
+        q, k = self.q[..., :rows, :], self.k[..., :keys, :]
         # decorated, a method could not be compiled by torch 2.11
         with torch.no_grad(), without_autocast(q.device.type):
-            flat = [x.to(exact).flatten(0, -3) for x in (q, k)]
-            empty = q.new_empty((), dtype=exact)
-            scores = torch.baddbmm(empty, flat[0], flat[1].mT, beta=0, alpha=self.scale)
-            scores = scores.unflatten(0, q.shape[:-2])
-            if bias is not None:
-                bias = bias[..., : rows if bias.shape[-2] > 1 else None, :keys]
-                is_seen = bias.dtype == torch.bool
-                scores = scores.masked_fill(~bias, -torch.inf) if is_seen else scores + bias
-                sees_none = scores.isneginf().all(dim=-1, keepdim=True)
-                return scores.softmax(dim=-1).masked_fill(sees_none, 0)  # as fused attention
-            return scores.softmax(dim=-1)
+            scores = _scores(q, k, self.scale)
+            if self.bias is None:
+                return scores.softmax(dim=-1)
+            bias = self.bias[..., :keys]
+            if bias.shape[-2] > 1:
+                bias = bias[..., :rows, :]
+            if bias.dtype == torch.bool:
+                scores = scores.masked_fill(~bias, -torch.inf)
+            else:
+                scores = scores + bias
+            sees_none = scores.isneginf().all(dim=-1, keepdim=True)
+            return scores.softmax(dim=-1).masked_fill(sees_none, 0)  # as fused attention
 
     def received(self, rows: int | None = None, keys: int | None = None) -> Tensor:
         """Returns what each key receives, `b .. m`: the mean over heads and queries."""
@@ -76,6 +71,26 @@ class AttentionMap:
             if _has_kernel(q, k):
                 return received_on_device(q, k, self.scale)
         return self.rows(rows, keys).mean(dim=(1, -2))
+
+
+def _part(weights: Tensor, rows: int | None, keys: int | None) -> Tensor:
+    """Returns the first rows and columns of a map, with the sum 1, in float32 at least."""
+    part = weights[..., :rows, :keys]
+    part = part.to(torch.promote_types(part.dtype, torch.float32))
+    if keys is None or keys == weights.shape[-1]:
+        return part
+    return part / part.sum(dim=-1, keepdim=True)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Returns scaled products of queries and keys, `b h .. n m`, in float32 at least."""
+    if q.shape[1] != k.shape[1]:  # heads share their keys
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    exact = torch.promote_types(q.dtype, torch.float32)
+    queries, keys = (x.to(exact).flatten(0, -3) for x in (q, k))
+    empty = q.new_empty((), dtype=exact)
+    scores = torch.baddbmm(empty, queries, keys.mT, beta=0, alpha=scale)
+    return scores.unflatten(0, q.shape[:-2])
 
 
 def _has_kernel(q: Tensor, k: Tensor) -> bool:
@@ -109,8 +124,9 @@ def graph_now() -> tuple[bool, Any]:
     if torch.compiler.is_compiling():  # it reruns rightly
         return torch.is_grad_enabled(), None
     packing = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    checkpointing = packing is not None and packing[0].__module__ == "torch.utils.checkpoint"
-    return torch.is_grad_enabled(), packing[0] if checkpointing else None
+    if packing is not None and packing[0].__module__ == "torch.utils.checkpoint":
+        return torch.is_grad_enabled(), packing[0]
+    return torch.is_grad_enabled(), None
 
 
 @dataclass(eq=False)
@@ -131,9 +147,11 @@ class Watching(TorchFunctionMode):
 
     def total(self) -> int:
         """The number of tokens, with those of a memory. (Compiled, a mode has no properties.)"""
-        return self.n if self.memory is None else self.n + self.memory.shape[1]
+        if self.memory is None:
+            return self.n
+        return self.n + self.memory.shape[1]
 
-    def is_map(self, *shape: int) -> bool:
+    def is_map(self, shape: torch.Size) -> bool:
         """Whether `b .. n m` is the shape of a map over all tokens."""
         if len(shape) < 3:
             return False
@@ -197,26 +215,37 @@ def _fused(
     """Attends as scaled_dot_product_attention; only the block's own tokens ask the memory."""
     if is_causal:
         raise ValueError("TokenMixup does not support causal attention")
-    over_all = at.is_map(*query.shape[:-1], key.shape[-2])
-    asks_memory = over_all and at.memory is not None
-    bias = None if attn_mask is None else attn_mask[(None,) * (query.ndim - attn_mask.ndim)]
-    if asks_memory:
+    more: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+    if not at.is_map(query.shape[:-1] + key.shape[-2:-1]):
+        return FUSED(query, key, value, attn_mask, **more)
+    bias = attn_mask
+    if bias is not None:
+        bias = bias[(None,) * (query.ndim - bias.ndim)]
+    if at.memory is not None:
         query, bias = query[..., : at.n, :], _with_columns(bias, at)
-    if over_all:
-        own_scale = query.shape[-1] ** -0.5 if scale is None else scale
-        at.note(AttentionMap(_with_heads(query), _with_heads(key), _with_heads(bias), own_scale))
-    if asks_memory and at.hides_memory:
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    at.note(AttentionMap(_with_heads(query), _with_heads(key), _with_heads(bias), scale))
+    if at.hides_memory:
         key, value = key[..., : at.n, :], value[..., : at.n, :]
         bias = None if bias is None else bias[..., : at.n]
-    out = FUSED(query, key, value, bias, dropout_p, scale=scale, enable_gqa=enable_gqa)
-    return F.pad(out, (0, 0, 0, at.total() - at.n)) if asks_memory else out
+    return _padded(FUSED(query, key, value, bias, **more), at)
+
+
+def _padded(x: Tensor, at: Watching) -> Tensor:
+    """Appends rows of zeros for the tokens of a memory, which ask nothing: `.. n d`."""
+    if at.memory is None:
+        return x
+    return F.pad(x, (0, 0, 0, at.total() - at.n))
 
 
 def _with_heads(x: Tensor | None) -> Any:
     """Of one head, which may have no dimension of its own: `b n ..` -> `b 1 n ..`; detached."""
     if x is None:
         return None
-    return x.detach() if x.ndim > 3 else x.detach()[:, None]
+    if x.ndim > 3:
+        return x.detach()
+    return x.detach()[:, None]
 
 
 def _with_columns(bias: Tensor | None, at: Watching) -> Tensor | None:
@@ -225,49 +254,62 @@ def _with_columns(bias: Tensor | None, at: Watching) -> Tensor | None:
         return None
     if bias.shape[-1] != at.n:  # it has the columns of all tokens
         return bias[..., : at.n, :]
-    bias = bias.expand(at.b, *bias.shape[1:])
-    places = at.memory.view(at.b, *(1,) * (bias.ndim - 2), -1)
+    bias = bias.expand((at.b, *bias.shape[1:]))
+    places = at.memory
+    while places.ndim < bias.ndim:
+        places = places[:, None]
     return torch.cat([bias, bias.take_along_dim(places, dim=-1)], dim=-1)
 
 
 def _softmax(at: Watching, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Notes the map that a softmax over all tokens returns."""
-    dim = kwargs.get("dim", args[0] if args else -1)
-    if dim not in (-1, input.ndim - 1) or not at.is_map(*input.shape):
-        return func(input, *args, **kwargs)
-    if at.hides_memory:
+    """Runs a softmax; one over all tokens returns a map, which is noted."""
+    dim = args[0] if args else kwargs.get("dim", -1)
+    is_map = dim in (-1, input.ndim - 1) and at.is_map(input.shape)
+    if is_map and at.hides_memory:
         input = input.masked_fill(at.is_hidden(input.device), -torch.inf)
     out = func(input, *args, **kwargs)
-    at.note(AttentionMap(weights=_with_heads(out)))
+    if is_map:
+        at.note(AttentionMap(weights=_with_heads(out)))
     return out
 
 
-def _dropout(at: Watching, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _dropout(
+    at: Watching, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
     """Draws for the block's own tokens alone, once its map is seen: a memory asks nothing.
 
     What is run again in the backward pass, when nobody watches, draws as it will then.
     """
-    is_of_tokens = x.ndim >= 3 and x.shape[-2] == at.total()
+    is_of_tokens = input.ndim >= 3 and input.shape[-2] == at.total()
     if not is_of_tokens or at.count == 0 or at.graph != graph_now():
-        return F.dropout(x, *args, **kwargs)
-    return F.pad(F.dropout(x[..., : at.n, :], *args, **kwargs), (0, 0, 0, at.total() - at.n))
+        return F.dropout(input, p, training, inplace)
+    return _padded(F.dropout(input[..., : at.n, :], p, training, inplace), at)
 
 
 def _multihead(at: Watching, *args: Any, **kwargs: Any) -> Any:
     """Runs multi_head_attention_forward, `n b d`, which hides its own calls, and notes its map."""
-    query, key, _, _, heads, weight, bias, bias_k, _, adds_zeros, *_ = args
-    if not at.is_map(query.shape[1], heads, len(query), len(key)):
-        return MULTIHEAD(*args, **kwargs)
-    others = (bias_k, kwargs.get("key_padding_mask"), kwargs.get("attn_mask"))
-    if weight is None or adds_zeros or any(x is not None for x in others):
+    query, key, heads = args[0], args[1], args[4]
+    if at.is_map(torch.Size([query.shape[1], heads, len(query), len(key)])):
+        _check_multihead(args, kwargs)
+        found = None
+        if at.keeps_map:
+            found = _map_of_multihead(query, key, heads, weight=args[5], bias=args[6])
+        at.note(found)
+        if at.hides_memory:
+            kwargs = {**kwargs, "attn_mask": at.is_hidden(query.device).expand(len(query), -1)}
+    return MULTIHEAD(*args, **kwargs)
+
+
+def _check_multihead(args: Any, kwargs: Any) -> None:
+    """Raises ValueError for arguments that change the map."""
+    weight, bias_k, adds_zeros = args[5], args[7], args[9]
+    masks = (kwargs.get("key_padding_mask"), kwargs.get("attn_mask"))
+    has_mask = any(mask is not None for mask in masks)
+    if weight is None or bias_k is not None or adds_zeros or has_mask:
         raise ValueError(
             "TokenMixup supports torch's multi-head attention without a mask, further keys, and "
             "separate widths"
         )
-    at.note(_map_of_multihead(query, key, heads, weight, bias) if at.keeps_map else None)
-    if at.hides_memory:
-        kwargs = {**kwargs, "attn_mask": at.is_hidden(query.device).expand(len(query), -1)}
-    return MULTIHEAD(*args, **kwargs)
 
 
 def _map_of_multihead(

@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import html
+import json
 import re
 import shutil
 import subprocess
@@ -57,6 +58,9 @@ def write_rows(trained: Run) -> None:
     finished(trained, "base-7", 7, top1_last=89.0)  # of none of the seeds
     finished(trained, "other-0")
     Path("outputs/notes").mkdir()
+    ms = {"attention": [1, 2, 3], "gradient": [10, 20, 30], "random": [0.5, 1, 2]}
+    Path("outputs/report").mkdir()
+    Path("outputs/report/latency.json").write_text(json.dumps({"about": "here", "ms": ms}))
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +93,7 @@ def test_the_page_begins_with_what_was_run(report: Path):
     assert len(images) == len(begun) + 2  # and Figures 3 and 4
     assert "6 of 24 planned runs are finished" in page  # of Table 1
     assert 'href="../htm-0/saliency.png"' in page and 'href="../base-2/"' in page
+    assert "Latency: here" in page and "20.0 (10.0 to 30.0)" in page  # beside Table 3
     folded = re.findall(r"(?s)<summary>Rows without a run</summary>(.*?)</details>", page)
     assert any("ResNet18" in part for part in folded)
     assert not any(">83.00 +/- 2.00" in part for part in folded)

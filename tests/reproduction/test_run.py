@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
@@ -101,7 +102,8 @@ def test_eval_gives_the_results_of_the_run(here: Path, mixed: Trained):
     same_file = ("model.embed_dim=16", "dataset.eval_limit=60", "device=cpu")
     assert f"top-1 {summary['top1_best']:.2f} %" in evaluate(f"checkpoint={path}", *same_file).out
     assert evaluate(f"run={run.path}", "recipe.precision=bf16", "device=cpu").status == 0
-    assert 0 < abs(run.evaluation()["eval_loss"] - run.epochs[-1]["eval_loss"]) < 0.05
+    (half,) = run.path.glob("evaluation-last-digits-*.json")
+    assert 0 < abs(json.loads(half.read_text())["eval_loss"] - run.epochs[-1]["eval_loss"]) < 0.05
     diverged = {name: value * math.nan for name, value in load_file(path).items()}
     save_file(diverged, "diverged.safetensors")
     result = evaluate("checkpoint=diverged.safetensors", *same_file)
@@ -123,6 +125,23 @@ def test_eval_of_other_images_keeps_the_runs_statistics(here: Path, mixed: Train
         newest = max(mixed.run.path.glob("evaluation-last-*"), key=os.path.getmtime)
         losses.append(json.loads(newest.read_text())["eval_loss"])
     assert losses[0] == losses[1] != losses[2]
+
+
+def test_an_evaluation_is_named_after_all_that_changes_it(mixed: Trained):
+    """Other images or another precision replace no result, and each says what it is of."""
+    run = Run(shutil.copytree(mixed.run.path, "mine"))
+    words = (f"run={run.path}", "device=cpu", "weights=best")
+    assert evaluate(*words).status == 0
+    files = {*run.path.glob("evaluation-best*.json")}
+    before = run.evaluation("best")
+    for more in ("recipe.precision=bf16", "dataset.eval_limit=20"):
+        assert evaluate(*words, more).status == evaluate(*words, more).status == 0
+        (path,) = {*run.path.glob("evaluation-best*.json")} - files
+        key, _, value = more.partition("=")
+        assert str(json.loads(path.read_text())["settings"][key]) == value
+        assert str(before["settings"][key]) != value
+        files.add(path)
+    assert run.evaluation("best") == before
 
 
 def test_run_without_htm_mixes_nothing(here: Path):

@@ -279,12 +279,12 @@ def test_a_study_of_which_no_run_begins_tells_why(jobs: list[str]):
 
 def test_a_damaged_folder_is_named_before_any_run_starts():
     reproduce()
-    summary = folders()["plain"].path / "summary.json"
-    summary.write_text("x")
-    (line,) = reproduce(status=2).splitlines()
-    assert str(summary) in line
-    (line,) = reproduce("dry_run=1", status=2).splitlines()
-    assert str(summary) in line
+    folder = folders()["plain"].path
+    shutil.rmtree(folder / "checkpoints")  # from which the files could be told
+    (folder / "config.yaml").write_text("x")
+    for words in ((), ("dry_run=1",)):
+        (line,) = reproduce(*words, status=2).splitlines()
+        assert str(folder) in line
 
 
 @pytest.mark.slow
@@ -292,6 +292,12 @@ def test_a_table_of_the_paper_trains_at_smoke_scale():
     narrow = ("model.embed_dim=16", "model.depth=4", "model.image_size=20", "device=cpu")
     result = script("reproduce", "table3", "scale=smoke", *narrow)
     assert result.status == 0 and "4 of 4 runs are finished" in result.out, result.err
+    (page,) = Path("outputs/smoke/report").glob("table3-*.html")
+    assert str(page) in result.out and "4 of 4 planned runs" in page.read_text()
+    first = Run(*Path("outputs/smoke").glob("table3-baseline-*"))
+    assert first.epochs[-1]["top1"] * 40 / 100 == pytest.approx(
+        round(first.epochs[-1]["top1"] * 0.4)
+    )
 
 
 def test_digits_are_written_as_two_halves(here: Path):

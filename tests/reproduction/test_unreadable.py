@@ -115,7 +115,13 @@ def test_a_machine_holds_decoded_images_once_over_its_ranks(
     """All that fit: first those to train on, then the held-out ones."""
     root = write_images(here / "images", ["ant", "bee"], train=4, held_out=2, size=16)
     data = opened(config_of("dataset=image_folder", f"dataset.root={root}").dataset)
-    monkeypatch.setattr(halves, "MOST_MEMORY", 12 * 3 * 16 * 24)  # bytes of all 12 images
-    for ranks, is_held in ((1, (True, True)), (2, (False, True)), (4, (False, False))):
+    cases = {  # images that fit, ranks -> which halves are held, of 8 and of 4 images
+        (12, 1): (True, True),
+        (11, 1): (True, False),
+        (12, 2): (False, True),
+        (12, 4): (False, False),
+    }
+    for (images, ranks), is_held in cases.items():
+        monkeypatch.setattr(halves, "MOST_MEMORY", images * 3 * 16 * 24)
         held = halves.in_memory(data, ("train", "held_out"), ranks)
         assert (held.train.decoded is not None, held.held_out.decoded is not None) == is_held

@@ -6,6 +6,7 @@ Letters: b batch, h heads, n tokens, m memory, d width, e head width.
 
 import contextlib
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -138,6 +139,16 @@ class Multihead(Block):
     def projected(self, x: Tensor) -> Tensor:
         both = F.linear(x, self.own.in_proj_weight, self.own.in_proj_bias)
         return both.unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+
+
+@case("map")
+class Tied(Block):
+    """One parameter at two places, and one module by two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down.weight = self.up.weight
+        self.again = self.proj
 
 
 @case("map", htm=False, vtm=False)
@@ -469,6 +480,16 @@ class ByHand(Random):
     def mlp(self, x: Tensor) -> Tensor:
         kept = (torch.rand(x.shape) > 0.3) / 0.7 if self.training else 1.0
         return super().mlp(x) * kept
+
+
+@case("dropout")
+class OfAnotherGenerator(Random):
+    """Which nobody seeds. Random for other batches than the test's, such as that of the proof."""
+
+    def mlp(self, x: Tensor) -> Tensor:
+        if self.training and len(x) != 4:
+            return super().mlp(x) * random.random()
+        return super().mlp(x)
 
 
 @case("dropout", vtm=False)

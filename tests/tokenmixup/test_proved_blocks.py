@@ -157,20 +157,24 @@ def attached(name: str, **settings: Any) -> TokenMixup:
     return attach(model_of(ALL[name]), CLASSES, adapter=ADAPTER, **settings).train()
 
 
-def test_a_proof_changes_nothing_of_the_model():
-    """Parameters, also of a module with two names; buffers, modes, generators, gradients."""
-    module = attached("map: Multihead", htm=HTM, vtm={"layer": 1})
-    module.model.blocks[1].eval()  # type: ignore[index, union-attr]
+@pytest.mark.parametrize("name", ["map: Multihead", "map: Tied", "map: OneHead"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_proof_changes_nothing_of_the_model(name: str, dtype: torch.dtype):
+    """Parameters, also those at two places; buffers, modes, generators, gradients."""
+    module = attached(name, htm=HTM, vtm={"layer": 1})
+    module.to(dtype).model.blocks[1].eval()  # type: ignore[index, union-attr]
     before = copy.deepcopy(module.state_dict())
+    parameters = [id(p) for p in module.parameters()]
     modes = [part.training for part in module.modules()]
     state = torch.get_rng_state()
-    images, _ = batch_of(ALL["map: Multihead"])
-    module._proofs.prove(module.model, module._plans, images)
+    images, _ = batch_of(ALL[name])
+    module._proofs.prove(module.model, module._plans, images.to(dtype))
     assert module._proofs.of.keys() == {0, 1, 2}
     assert torch.equal(torch.get_rng_state(), state)
     assert [part.training for part in module.modules()] == modes
     assert not any(part._forward_pre_hooks for part in module.modules())
     assert all(p.grad is None for p in module.parameters())
+    assert [id(p) for p in module.parameters()] == parameters
     for key, value in module.state_dict().items():
         assert torch.equal(value, before[key]), key
 

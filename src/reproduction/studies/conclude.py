@@ -8,9 +8,10 @@ import pandas as pd
 
 from reproduction.check import check
 from reproduction.start import Point
+from reproduction.studies.of_runs import sweep_table
+from reproduction.studies.of_study import planned, study_table
 from reproduction.studies.results import ON_TEST, Run, read_run
 from reproduction.studies.study import PAPERS
-from reproduction.studies.tables import planned, study_table, sweep_table
 from reproduction.studies.text import Table, markdown, number
 from reproduction.system import say
 
@@ -20,19 +21,22 @@ NOT_STARTED = "not started"
 def conclude(points: Sequence[Point]) -> None:
     """Prints the tables of a plan, and writes them with their plots, and the paper's page.
 
-    What has not begun is counted.
+    What is not finished is counted.
     """
     runs = runs_of(points)
-    if runs:
-        outputs = Path(points[0].config.output_root)
-        written = conclude_studies(points, runs, outputs) or conclude_sweep(points, runs, outputs)
-        say(f"\nwritten to {', '.join(map(str, written))}")
-    finished = sum(run.status == "finished" for run in runs)
-    others = Counter(run.status for run in runs if run.status != "finished")
-    if len(runs) < len(points):
-        others[NOT_STARTED] = len(points) - len(runs)
-    rest = "".join(f", {number} {status}" for status, number in others.items())
-    say(f"{finished} of {len(points)} runs are finished{rest}")
+    outputs = Path(points[0].config.output_root)
+    written = []
+    if any(point.rows for point in points):
+        written = conclude_studies(points, runs, outputs)
+    elif any(run.status != "unusable" for run in runs):
+        written = conclude_sweep(points, runs, outputs)
+    if written:
+        say(f"\nwritten to {', '.join(str(path) for path in written)}")
+    counts = Counter(run.status for run in runs)
+    counts[NOT_STARTED] = len(points) - len(runs)
+    finished = counts.pop("finished", 0)
+    others = [f", {number} {status}" for status, number in counts.items() if number > 0]
+    say(f"{finished} of {len(points)} runs are finished{''.join(others)}")
 
 
 def runs_of(points: Sequence[Point]) -> list[Run]:
@@ -64,12 +68,12 @@ def conclude_studies(points: Sequence[Point], runs: Sequence[Run], outputs: Path
     """Prints the tables of studies, and writes them; with rows of the paper, also their page."""
     plans = planned(points)
     tables = [study_table(plan, runs, outputs) for plan in plans]
+    begun = [table for table in tables if table.counted.runs or table.extras]
     files = []
-    for table in tables:
-        if table.counted.runs or table.extras:
-            say_table(table)
-            files.append(table.write(outputs)[0])
-    if any(plan.name in PAPERS for plan in plans):
+    for table in begun:
+        say_table(table)
+        files.append(table.write(outputs)[0])
+    if begun and any(plan.name in PAPERS for plan in plans):
         from reproduction.studies.page import write_page  # imports matplotlib and torch
 
         files.append(write_page(plans, tables, outputs))
@@ -90,13 +94,14 @@ def listing(points: Sequence[Point]) -> str:
     UserError for what cannot run.
     """
     runs = {run.path: run for run in runs_of(points)}
-    rows, counts = [], Counter[str]()
+    rows, folders, counts = [], [], Counter[str]()
     for place, point in enumerate(points):
-        run = runs.get(point.folder.path)
-        state, top1 = NOT_STARTED, None
-        if run is not None:
-            state, top1 = run.state, run.numbers.get(ON_TEST)
-        counts[run.status if run is not None else NOT_STARTED] += 1
+        status, state, top1 = NOT_STARTED, NOT_STARTED, None
+        if point.folder.path in runs:
+            run = runs[point.folder.path]
+            status, state, top1 = run.status, run.state, run.numbers.get(ON_TEST)
+        counts[status] += 1
+        folders.append(f"{place}: {point.folder.path}")
         rows.append(
             {
                 "task": str(place),
@@ -106,12 +111,11 @@ def listing(points: Sequence[Point]) -> str:
                 "top-1 [%]": number(top1, ".2f"),
             }
         )
-    folders = [f"{place}: {point.folder.path}" for place, point in enumerate(points)]
-    lacks = [f"not here: {text}" for text in check(points, is_dry=True)]
+    lines = [markdown(pd.DataFrame(rows)), "", *folders, ""]
+    lines += [f"not here: {text}" for text in check(points, is_dry=True)]
     total = ", ".join(f"{n} {status}" for status, n in counts.most_common())
-    texts = [markdown(pd.DataFrame(rows)), "", *folders, "", *lacks]
     plural = "" if len(rows) == 1 else "s"
-    return "\n".join([*texts, f"{len(rows)} run{plural}: {total}"])
+    return "\n".join([*lines, f"{len(rows)} run{plural}: {total}"])
 
 
 def swept_text(point: Point, points: Sequence[Point]) -> str:

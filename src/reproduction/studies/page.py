@@ -14,11 +14,11 @@ from jinja2 import Environment, FileSystemLoader
 from reproduction.models.build import build_module, count_parameters, without_weights
 from reproduction.reporting.figures import CAPTIONS
 from reproduction.start import compose
+from reproduction.studies.of_study import Planned
 from reproduction.studies.plots import draw_beside, draw_sweep
 from reproduction.studies.results import Run
 from reproduction.studies.study import Size
 from reproduction.studies.table import Line
-from reproduction.studies.tables import Planned, about
 from reproduction.studies.text import REPORT, Section, Table, number, shown
 from reproduction.system import write_text
 
@@ -74,7 +74,7 @@ def write_page(plans: Sequence[Planned], tables: Sequence[Table], outputs: Path)
     folder = outputs / REPORT
     folder.mkdir(parents=True, exist_ok=True)
     parts = [part_of(*pair, folder) for pair in zip(plans, tables, strict=True)]
-    marks = dict.fromkeys(text for plan in plans for text in about(plan))
+    marks = dict.fromkeys(text for plan in plans for text in plan.about)
     name = "index"
     if len(plans) == 1:
         name = plans[0].file

@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 
 from reproduction.reporting.figures import BLUE, ORANGE, VERMILION, figure
+from reproduction.studies.of_runs import numeric
 from reproduction.studies.results import OUTCOMES
 from reproduction.studies.table import Line
-from reproduction.studies.tables import numeric
 from reproduction.studies.text import Section, Table
 
 OURS: Any = {"color": BLUE, "fmt": "o", "capsize": 3, "linewidth": 1.5}
@@ -55,17 +55,12 @@ def draw_line(path: Path, points: Sequence[Line], title: str, across: Sequence[L
     """Draws means with deviations over values, evenly spaced, and each seed as a dash."""
     with figure(path, figsize=(5.4, 3.8)) as axes:
         for color, line in zip((ORANGE, VERMILION), across, strict=False):
-            name, deviation = line.entry.heads["row"], np.nan_to_num(line.std)
-            axes.axhline(line.mean, color=color, label=f"{name} (n = {line.n})")
-            low, high = line.mean - deviation, line.mean + deviation
-            axes.axhspan(low, high, color=color, alpha=0.15)
-            printed = line.entry.printed.get(OUTCOMES[line.outcome].measure)
-            if printed is not None:
-                axes.axhline(printed, color=color, linestyle=":", label=f"printed of {name}")
+            _draw_across(axes, line, color)
         places = range(len(points))
         means = [line.mean for line in points]
         deviations = [np.nan_to_num(line.std) for line in points]
-        axes.errorbar(places, means, yerr=deviations, **{**OURS, "fmt": "o-"})
+        axes.errorbar(places, means, yerr=deviations, **OURS)
+        axes.plot(places, means, color=BLUE)
         for place, line in enumerate(points):
             values = line.values(line.outcome)
             dashes = [place] * len(values)
@@ -75,6 +70,17 @@ def draw_line(path: Path, points: Sequence[Line], title: str, across: Sequence[L
         axes.set_ylabel(axis_of(points))
         if across:
             axes.legend(fontsize=9)
+
+
+def _draw_across(axes: Any, line: Line, color: str) -> None:
+    """Draws a row that is no point of the sweep as a band, and what is printed of it."""
+    name = line.entry.heads["row"]
+    deviation = np.nan_to_num(line.std)
+    axes.axhline(line.mean, color=color, label=f"{name} (n = {line.n})")
+    axes.axhspan(line.mean - deviation, line.mean + deviation, color=color, alpha=0.15)
+    printed = line.entry.printed.get(OUTCOMES[line.outcome].measure)
+    if printed is not None:
+        axes.axhline(printed, color=color, linestyle=":", label=f"printed of {name}")
 
 
 def value_of(line: Line) -> str:

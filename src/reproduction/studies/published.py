@@ -9,10 +9,10 @@ import pandas as pd
 
 from reproduction.config import ROOT
 from reproduction.runs import RunFolder, flat, key, nested, saved, settings
+from reproduction.studies.of_study import planned, study_table
 from reproduction.studies.page import HOW_TO_READ
 from reproduction.studies.results import counted, read_store
 from reproduction.studies.study import FULL, Study, plan, read, studies
-from reproduction.studies.tables import planned, study_table
 from reproduction.studies.text import markdown, number
 from reproduction.system import UserError, write_text
 

@@ -236,6 +236,13 @@ def counted(runs: Sequence[Run]) -> Counted:
     return Counted(kept, left_out)
 
 
+def judged_by(runs: Sequence[Run]) -> str:
+    """Returns what runs are judged by unless a study says it: validation, if there is a split."""
+    if any(ON_VALIDATION in run.numbers for run in runs):
+        return ON_VALIDATION
+    return ON_TEST
+
+
 def frame(keys: Mapping[RowId, str], runs: Iterable[Run]) -> pd.DataFrame:
     """Returns a line for each result: of a `row`, with a `seed`, its `name` and its `value`.
 

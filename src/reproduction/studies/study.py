@@ -124,7 +124,7 @@ class Study:
 
     def __post_init__(self) -> None:
         for name, row in self.rows.items():
-            for word in [*self.overrides, *row.overrides]:
+            for word in self.overrides + row.overrides:
                 key = word.lstrip("+~").partition("=")[0]
                 if key in OWN_KEYS:
                     raise ValueError(f"rows.{name}: {word}: a study must not set {key}")
@@ -142,6 +142,13 @@ class Cell:
     row: Row
     words: list[str]
     label: str  # names it in lists and folders
+
+    @property
+    def text(self) -> str:
+        """What a table shows of it."""
+        if self.row.row and not self.id.point:
+            return self.row.row
+        return self.label.partition("/")[2]
 
 
 def cells(name: str, study: Study) -> list[Cell]:
@@ -169,13 +176,17 @@ def cells(name: str, study: Study) -> list[Cell]:
 
 def _points(study: Study, row: str) -> dict[tuple[tuple[str, str], ...], list[str]]:
     """Returns the words of each point of a row, by the keys and values that differ."""
-    every = expand([*study.overrides, *study.rows[row].overrides])
-    swept = [place for place, values in enumerate(zip(*every, strict=True)) if len({*values}) > 1]
+    every = expand(study.overrides + study.rows[row].overrides)
+    swept = [place for place, word in enumerate(every[0]) if _varies(every, place, word)]
     found = {}
     for words in every:
         pairs = [words[place].partition("=") for place in swept]
         found[tuple((key, value) for key, _, value in pairs)] = words
     return found
+
+
+def _varies(every: Sequence[Sequence[str]], place: int, word: str) -> bool:
+    return any(words[place] != word for words in every)
 
 
 def comparisons(each: Sequence[Cell]) -> dict[RowId, RowId]:
@@ -208,10 +219,12 @@ def studies(name: str) -> dict[str, Study]:
     if name == "all":
         return papers
     table, _, row = name.partition("/")
-    if table not in papers or row not in ("", *papers[table].rows):
-        allowed = papers[table].rows if table in papers else (*PAPERS, "all", "FILE.yaml")
-        raise UserError(f"study={name}: must be one of {', '.join(allowed)}")
+    if table not in papers:
+        allowed = ", ".join(PAPERS)
+        raise UserError(f"study={name}: must be one of {allowed}, all, FILE.yaml")
     study = papers[table]
+    if row and row not in study.rows:
+        raise UserError(f"study={name}: must be one of {', '.join(study.rows)}")
     if row:
         study = replace(study, rows={row: replace(study.rows[row], against=None)})
     return {table: study}
@@ -224,8 +237,10 @@ def read(path: Path) -> Study:
         comparisons(cells(str(path), study))
         return study
     except (ValueError, yaml.YAMLError) as error:
-        wrong = [*map(line_of, error.errors())] if isinstance(error, ValidationError) else []
-        raise UserError(f"{path}: {'; '.join(wrong) or error}") from error
+        text = str(error)
+        if isinstance(error, ValidationError):
+            text = "; ".join(line_of(wrong) for wrong in error.errors())
+        raise UserError(f"{path}: {text}") from error
 
 
 def plan(
@@ -238,9 +253,11 @@ def plan(
     runs: dict[str, Point] = {}
     rows = defaultdict[str, list[RowId]](list)
     for name, study in chosen.items():
-        number = seeds or (1 if scale == SMOKE else study.seeds)
+        number = seeds or study.seeds
+        if seeds is None and scale == SMOKE:
+            number = 1
         for cell in cells(name, study):
-            words = [*words_of(cell, study, scale), *more]
+            words = words_of(cell, study, scale) + list(more)
             for seed in range(study.first_seed, study.first_seed + number):
                 run = point([*words, f"seed={seed}", "resume=auto"], cell.label)
                 runs.setdefault(key(run.config), run)
@@ -253,7 +270,7 @@ def words_of(cell: Cell, study: Study, scale: str) -> list[str]:
     """Returns the words of a cell at a scale."""
     if scale == FULL:
         return cell.words
-    words = [*cell.words, *SHORT, *study.smoke]
+    words = cell.words + SHORT + study.smoke
     if compose(cell.words).augmentation.htm is not None:
         words += MIXING
     return words

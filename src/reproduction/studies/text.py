@@ -139,6 +139,16 @@ def _once(line: Line) -> dict[str, str]:
     }
 
 
+def says(outcome: str) -> list[str]:
+    """Says above a table that it is judged on validation."""
+    if OUTCOMES[outcome].half == "test":
+        return []
+    text = "Judged on the validation split"
+    if outcome == ON_VALIDATION:
+        text += "; the accuracy on the test set stands beside it, untested"
+    return [f"{text}."]
+
+
 # --- tables -------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,8 +31,9 @@ class Clock:
     """When to write a checkpoint, by the clock of a rank."""
 
     def __init__(self, settings: Checkpoint):
-        self.settings, self.saved = settings, time.monotonic()
-        self.seconds = 0.0  # that the last one took
+        self.settings = settings
+        self.saved = time.monotonic()  # when the last one was
+        self.seconds = 0.0  # that it took
 
     def is_late(self) -> bool:
         """Whether `every_minutes` have passed since the last checkpoint."""
@@ -114,7 +114,7 @@ def load_run(folder: str | Path, weights: str = "last") -> Trained:
 
     Predictions equal those of eval.py in float32.
     """
-    run = RunFolder(Path(os.path.expanduser(folder)))
+    run = RunFolder(Path(folder).expanduser())
     config = run.read_config()
     plain, _ = read_plain(run.weights(weights))
     classes = plain.classes or []

@@ -63,15 +63,17 @@ class BatchFigures:
             return [], 0.0
         heads, images, rows = zip(*self.batches, strict=True)
         table = torch.stack(rows).double()  # batch, micro-batch, name, total and divisor
-        sums, maxima = self.world.sum(table.sum(dim=1)), self.world.max(table.amax(dim=1))
-        both = torch.cat([sums, maxima[..., :1]], dim=-1).tolist()  # waits for the device
+        sums = self.world.sum(table.sum(dim=1))
+        maxima = self.world.max(table.amax(dim=1))
+        fetched = torch.cat([sums, maxima[..., :1]], dim=-1).tolist()  # waits for the device
         seconds = time.perf_counter() - self.start
         speed = {"images_per_second": round(sum(images) / seconds, 1)}
         self.batches = []
         self.restart_clock()
-        return [
-            {**head, **self._values(row), **speed} for head, row in zip(heads, both, strict=True)
-        ], seconds
+        lines = list[Line]()
+        for head, row in zip(heads, fetched, strict=True):
+            lines.append({**head, **self._values(row), **speed})
+        return lines, seconds
 
     def _values(self, row: list[list[float]]) -> Line:
         values: Line = {}
@@ -124,7 +126,8 @@ def means(sums: Sums) -> tuple[float, float, float]:
 
 def accuracy(line: Line) -> float:
     """That of an evaluated epoch, on the validation split if there is one."""
-    return float(line["val_top1" if "val_top1" in line else "top1"])
+    name = "val_top1" if "val_top1" in line else "top1"
+    return float(line[name])
 
 
 def best(log: list[Line]) -> Line:
@@ -200,7 +203,9 @@ def accuracies(log: list[Line], tests: list[Line]) -> dict[str, Any]:
             "selected_epoch": selected["epoch"],
             "val_top1_last": last["val_top1"],
             "val_top1_selected": selected["val_top1"],
-            **dict.fromkeys(("top1_best", "top1_median10", "top5_best")),
+            "top1_best": None,
+            "top1_median10": None,
+            "top5_best": None,
         }
     late = [line["top1"] for line in log if line["epoch"] > last["epoch"] - MEDIAN_EPOCHS]
     return {

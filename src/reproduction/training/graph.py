@@ -8,6 +8,7 @@ rate, counts, the seeds of random numbers.
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,20 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from reproduction.system import PlainError, first_line
 
 WARM_UP = 3  # steps of a size before its capture: libraries and the optimiser set themselves up
+
+
+@dataclass
+class Captured:
+    """A step in a graph, for one shape of its inputs."""
+
+    inputs: list[Any]  # leaves of the arguments; tensors are the memory that the graph reads
+    run: Callable[[], Any]  # returns the memory that the graph writes
+
+    def replay(self, leaves: Sequence[Any]) -> Any:
+        for own, value in zip(self.inputs, leaves, strict=True):
+            if isinstance(value, Tensor):
+                own.copy_(value, non_blocking=True)
+        return self.run()
 
 
 class StepGraph:
@@ -43,22 +58,19 @@ class StepGraph:
         if self.calls[key] <= WARM_UP:
             return self._warm_up(inputs)
         if key not in self.captured:
-            static = tree_map_only(Tensor, lambda x: x.to(self.device, copy=True), leaves)
-            self.captured[key] = static, self._capture(tree_unflatten(static, tree))
-        static, run = self.captured[key]
-        for own, value in zip(static, leaves, strict=True):
-            if isinstance(value, Tensor):
-                own.copy_(value, non_blocking=True)
-        return run()
+            own = tree_map_only(Tensor, lambda x: x.to(self.device, copy=True), leaves)
+            self.captured[key] = Captured(own, self._capture(tree_unflatten(own, tree)))
+        return self.captured[key].replay(leaves)
 
     def forget(self) -> None:
         """Captures anew, since the step or its memory has changed."""
         self.calls = Counter[Any]()
-        self.captured: dict[tuple[Any, ...], tuple[list[Any], Callable[[], Any]]] = {}
+        self.captured: dict[tuple[Any, ...], Captured] = {}
         self.pool: Any = None  # one whose graphs are gone takes no others
 
     def _warm_up(self, inputs: Any) -> Any:
-        self.stream = self.stream or torch.cuda.Stream(self.device)
+        if self.stream is None:
+            self.stream = torch.cuda.Stream(self.device)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of capturable optimisers outside of a graph
@@ -67,10 +79,12 @@ class StepGraph:
         return outputs
 
     def _capture(self, inputs: Any) -> Callable[[], Any]:
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        for generator in self.generators if torch.__version__ < "2.15" else ():  # newer ones do it
-            graph.register_generator_state(generator)
+        if torch.__version__ < "2.15":  # newer ones do it
+            for generator in self.generators:
+                graph.register_generator_state(generator)
         try:
             # The loader's thread pins memory meanwhile, which would end a capture of all threads.
             with torch.cuda.graph(
@@ -78,9 +92,7 @@ class StepGraph:
             ):
                 outputs = self.step(*inputs)
         except Exception as error:
-            first: BaseException = error  # the end of a failed capture raises one of its own
-            while (earlier := first.__cause__ or first.__context__) is not None:
-                first = earlier
+            first = first_of(error)
             if isinstance(first, torch.OutOfMemoryError):
                 raise first from None
             raise PlainError(
@@ -94,3 +106,12 @@ class StepGraph:
             return outputs
 
         return run
+
+
+def first_of(error: BaseException) -> BaseException:
+    """Returns the error that came first: the end of a failed capture raises one of its own."""
+    earlier = error.__cause__ or error.__context__
+    while earlier is not None:
+        error = earlier
+        earlier = error.__cause__ or error.__context__
+    return error

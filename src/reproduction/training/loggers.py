@@ -11,12 +11,21 @@ from reproduction.config import Config
 from reproduction.runs import RunFolder
 from reproduction.system import UserError, first_line, say, warn
 
-# The console, the machine and the code are not recorded.
-PRIVATE = "disable_code disable_git x_disable_machine_info x_disable_meta x_disable_stats"
 SETTINGS: dict[str, Any] = {
-    **dict.fromkeys(PRIVATE.split(), True),
-    **{"console": "off", "silent": True, "save_code": False, "x_save_requirements": False},
-    **{"init_timeout": 30.0, "finish_timeout": 30.0, "finish_timeout_raises": True},
+    # The console, the machine and the code are not recorded.
+    "console": "off",
+    "silent": True,
+    "disable_code": True,
+    "disable_git": True,
+    "save_code": False,
+    "x_disable_machine_info": True,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_save_requirements": False,
+    # A network that does not answer does not hold up a run for long.
+    "init_timeout": 30.0,
+    "finish_timeout": 30.0,
+    "finish_timeout_raises": True,
 }
 
 

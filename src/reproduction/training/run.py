@@ -205,15 +205,20 @@ def _assembled(
 
 def _say_start(trainer: Trainer, data: Data, facts: Mapping[str, Any]) -> None:
     """Says what is trained, and which settings are allowed but probably mistakes."""
-    config, world, classes = trainer.config, trainer.world, len(data.classes)
+    config, world = trainer.config, trainer.world
     verb = f"resuming after step {trainer.step}" if trainer.step else "training"
-    images = f"{len(data.train):,} images of {config.dataset.name}, {classes:,} classes, "
-    images += f"{len(data.held_out):,} held out"
+    images = [
+        f"{len(data.train):,} images of {config.dataset.name}",
+        f"{len(data.classes):,} classes",
+        f"{len(data.held_out):,} held out",
+    ]
     if data.validation is not None:
-        images += f", {len(data.validation):,} for validation"
+        images.append(f"{len(data.validation):,} for validation")
     mixing = "+".join(config.augmentation.stack) or "no mixing"
-    place = f"{world.size} ranks on " if world.size > 1 else ""
-    say(f"{verb}: {config.model.name} on {images}, {mixing}, {place}{world.device.type}")
+    place = world.device.type
+    if world.size > 1:
+        place = f"{world.size} ranks on {place}"
+    say(f"{verb}: {config.model.name} on {', '.join(images)}, {mixing}, {place}")
     for remark in data.remarks:
         warn(f"warning: {remark}")
     if facts.get("initial_weights") is not None:
@@ -221,10 +226,15 @@ def _say_start(trainer: Trainer, data: Data, facts: Mapping[str, Any]) -> None:
     for name, row in facts.get("htm", {}).items():
         say(f"htm: {name} = {', '.join(f'{float(x):.4g}' for x in row)}")
     if trainer.module.htm is not None and trainer.module.htm.difficulty == "paper":
-        label = torch.full((classes,), config.recipe.label_smoothing / classes).double()
-        label[0] += 1 - config.recipe.label_smoothing
-        least, guess = float(torch.special.entr(label).sum()), math.log(classes)
-        say(f"htm: difficulty: at least {least:.4g} nats, {guess:.4g} of a guess")
+        _say_difficulty(len(data.classes), config.recipe.label_smoothing)
+
+
+def _say_difficulty(classes: int, smoothing: float) -> None:
+    """Says between which numbers a useful tau lies."""
+    label = torch.full((classes,), smoothing / classes).double()
+    label[0] += 1 - smoothing
+    least = float(torch.special.entr(label).sum())
+    say(f"htm: difficulty: at least {least:.4g} nats, {math.log(classes):.4g} of a guess")
 
 
 def _htm_numbers(trainer: Trainer) -> dict[str, list[float | str]]:

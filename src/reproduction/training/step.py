@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from reproduction.config import Config, Recipe
-from reproduction.data.inputs import Draws, build_training_inputs
+from reproduction.data.inputs import Draws, Mixed, build_training_inputs
 from reproduction.data.seeding import Purpose, seed_device
 from reproduction.models.build import compile_module, place
 from reproduction.models.weights import module_state
@@ -53,27 +53,34 @@ class Trainer:
         classes: list[str],
         steps_per_epoch: int,
     ):
-        recipe, cutmix = config.recipe, config.augmentation.cutmix
+        recipe, device = config.recipe, world.device
         self.config, self.recipe, self.world = config, recipe, world
-        self.module, self.classes = place(module, world.device), classes
-        self.inputs = build_training_inputs(config, world.device)
-        self.steps_per_epoch, self.step, self.mixes = steps_per_epoch, 0, True  # completed steps
+        self.classes = classes
+        self.steps_per_epoch = steps_per_epoch
+        self.step = 0  # completed ones
+        self.mixes = True
+        self.module = place(module, device)
+        self.inputs = build_training_inputs(config, device)
         if config.compile:
             compile_module(module)
         self.parameters = [*module.parameters()]
-        ema, mixes_labels = recipe.ema_decay, cutmix is not None and cutmix.labels == "attention"
-        self.average = None if ema is None else ModelEmaV3(module.model, decay=ema)
-        self.attention_labels = AttentionLabels(module.model) if mixes_labels else None
+        self.average: ModelEmaV3 | None = None
+        if recipe.ema_decay is not None:
+            self.average = ModelEmaV3(module.model, decay=recipe.ema_decay)
+        self.attention_labels: AttentionLabels | None = None
+        cutmix = config.augmentation.cutmix
+        if cutmix is not None and cutmix.labels == "attention":
+            self.attention_labels = AttentionLabels(module.model)
         self.parallel = world.parallel(module)
         self.uses_scaler = recipe.precision == "float16"
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.uses_scaler)
-        self.not_finite = torch.zeros((), device=world.device)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.uses_scaler)
+        self.not_finite = torch.zeros((), device=device)
         self.optimizer = build_optimizer(module, recipe)
+        self.lr = recipe.lr  # of the last step
+        self.lr_of_graphs = torch.zeros((), device=device)
         self.graph: StepGraph | None = None
         if config.compile == "cuda-graph":
-            self.graph = StepGraph(self._update, self.inputs.generators, world.device)
-        self.lr = recipe.lr  # of the last step
-        self.lr_of_graphs = torch.zeros((), device=world.device)
+            self.graph = StepGraph(self._update, self.inputs.generators, device)
 
     def train_step(self, images: Tensor, classes: Tensor, global_size: int) -> list[MicroBatch]:
         """Updates the parameters by the mean loss over a global batch of `global_size` images.
@@ -87,70 +94,88 @@ class Trainer:
         draws = self.inputs.draw(images.shape, *key)
         seed_device(self.world.device, Purpose.DROPOUT, *key)
         self.lr = learning_rate(self.recipe, self.step, self.steps_per_epoch)
-        lr = self.lr if self.graph is None else self.lr_of_graphs.fill_(self.lr)
-        for group in self.optimizer.param_groups:  # a graph reads them where they lie
-            group |= {"lr": lr, "capturable": self.graph is not None}
         if self.graph is None:
+            self._set_optimizer(lr=self.lr, capturable=False)
             parts = self._update(images, classes, global_size, draws)
-        else:  # has captured `_update`; another box would be another graph
-            draws = draws._replace(box=None)
+        else:  # has captured `_update`
+            self._set_optimizer(lr=self.lr_of_graphs.fill_(self.lr), capturable=True)
+            draws = draws._replace(box=None)  # another box would be another graph
             parts = cast(list[MicroBatch], self.graph(images, classes, global_size, draws))
         self.step += 1
         return parts
+
+    def _set_optimizer(self, lr: float | Tensor, capturable: bool) -> None:
+        """Sets the learning rate; a graph reads it where it lies."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+            group["capturable"] = capturable
 
     def _update(
         self, images: Tensor, classes: Tensor, global_size: int, draws: Draws
     ) -> list[MicroBatch]:
         """The step given its draws: on the device, by the same operations for a batch's size."""
         device = self.world.device
-        images, classes = (x.to(device, non_blocking=True) for x in (images, classes))
+        images = images.to(device, non_blocking=True)
+        classes = classes.to(device, non_blocking=True)
         mixed = self.inputs.apply(images, classes, draws.to(device))
-
-        # A step that the scaler skips also restores the buffers and the averaged weights.
-        restorable = list[Tensor]()
-        if self.uses_scaler:
-            average = {} if self.average is None else self.average.module.state_dict()
-            restorable = [*self.module.buffers(), *average.values()]
+        restorable = self._restorable()
         backup = [value.clone() for value in restorable]
 
-        # Forward, with the mixing of tokens, loss and backward
-        parts, skipped = list[MicroBatch](), Stat(self.not_finite, is_max=True)
-        labels = len(self.classes), self.recipe.label_smoothing
+        # Gradients; only the last backward pass reduces them over the ranks
+        parts = list[MicroBatch]()
+        count = self.recipe.grad_accum_steps
         no_sync = getattr(self.parallel, "no_sync", nullcontext)  # DistributedDataParallel has it
-        for part in mixed.split(count := self.recipe.grad_accum_steps):
-            # Only the last backward pass reduces the gradients over the ranks.
+        for part in mixed.split(count):
             is_last = len(parts) == count - 1
             with nullcontext() if is_last else no_sync():
-                with autocast(device, self.recipe.precision):
-                    # This is TokenMixup.forward; what it does to the blocks of the model is in
-                    # Pass.run_block (tokenmixup/passes.py).
-                    output: Output = self.parallel(part.images, part.targets(*labels))
-                    if self.attention_labels is not None:
-                        targets = self.attention_labels(part).targets(*labels)
-                        output = output._replace(targets=targets)
-                loss = training_loss(output)
-                # DDP averages over the ranks: the world size turns that mean into a sum.
-                n = len(part.images)
-                weight = n * self.world.size / global_size
-                self.scaler.scale(loss * weight).backward()
-            loss = loss.detach()
-            metrics = {"loss": Stat(loss * n, n), "skipped": skipped, **output.sums}
-            parts.append(MicroBatch(loss, output, metrics))
+                parts.append(self._forward_and_backward(part, global_size))
 
-        # Clip and update
+        # Weights
         norm = self._clip_gradients()
-        total = torch.stack([norm, *(x.loss for x in parts)]).sum()
+        total = torch.stack([norm, *(part.loss for part in parts)]).sum()
         self.not_finite.copy_(total - total != 0)  # nan, or an infinity minus itself
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
 
-        # Average
+        # Averages of the weights
         if self.average is not None:
             self.average.update(self.module.model)
         for value, old in zip(restorable, backup, strict=True):
             value.copy_(torch.where(self.not_finite > 0, old, value))
         return parts
+
+    def _restorable(self) -> list[Tensor]:
+        """What a step that the scaler skips restores: the buffers and the averaged weights."""
+        if not self.uses_scaler:
+            return []
+        values = [*self.module.buffers()]
+        if self.average is not None:
+            values += self.average.module.state_dict().values()
+        return values
+
+    def _forward_and_backward(self, part: Mixed, global_size: int) -> MicroBatch:
+        """Adds the gradients of a micro-batch: labels, the mixing of tokens, loss, backward."""
+        labels = len(self.classes), self.recipe.label_smoothing
+        with autocast(self.world.device, self.recipe.precision):
+            # This is TokenMixup.forward; what it does to the blocks of the model is in
+            # Pass.run_block (tokenmixup/passes.py).
+            output: Output = self.parallel(part.images, part.targets(*labels))
+            if self.attention_labels is not None:
+                by_attention = self.attention_labels(part)
+                output = output._replace(targets=by_attention.targets(*labels))
+        loss = training_loss(output)
+        n = len(part.images)
+        # DDP averages over the ranks: the world size turns that mean into a sum.
+        weight = n * self.world.size / global_size
+        self.scaler.scale(loss * weight).backward()
+        loss = loss.detach()
+        metrics = {
+            "loss": Stat(loss * n, n),
+            "skipped": Stat(self.not_finite, is_max=True),  # as it is after the step
+            **output.sums,
+        }
+        return MicroBatch(loss, output, metrics)
 
     def _clip_gradients(self) -> Tensor:
         """Clips the gradients and returns their norm before clipping.
@@ -159,11 +184,15 @@ class Trainer:
         overflows, and querying the scaler would wait for the device.
         """
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm, max_norm = get_total_norm(gradients), self.recipe.clip_grad_norm
-        if max_norm is not None:
+        norm = get_total_norm(gradients)
+        max_norm = self.recipe.clip_grad_norm
+        if max_norm is None:
+            return norm
+        true_norm = norm
+        if self.uses_scaler:
             self.scaler.unscale_(self.optimizer)
-            true_norm = get_total_norm(gradients) if self.uses_scaler else norm
-            clip_grads_with_norm_(self.parameters, max_norm, true_norm)
+            true_norm = get_total_norm(gradients)
+        clip_grads_with_norm_(self.parameters, max_norm, true_norm)
         return norm
 
     def begin_epoch(self, epoch: int) -> None:
@@ -182,15 +211,20 @@ class Trainer:
     @property
     def evaluated(self) -> nn.Module:
         """The plain model to evaluate and save: the averaged one, if weights are averaged."""
-        return self.module.model if self.average is None else self.average.module
+        if self.average is None:
+            return self.module.model
+        return self.average.module
 
     def state(self) -> dict[str, Any]:
         """What further steps depend on."""
+        averaged = None
+        if self.average is not None:
+            averaged = self.average.module.state_dict()
         return {
             "module": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "model_ema": None if self.average is None else self.average.module.state_dict(),
+            "model_ema": averaged,
             "step": self.step,
         }
 
@@ -228,9 +262,12 @@ def learning_rate(recipe: Recipe, step: int, steps_per_epoch: int) -> float:
 
     Linear warm-up, half a cosine down to `min_lr`, then cooldown at `min_lr`, as timm's.
     """
-    every_batch = recipe.schedule_step == "batch"
-    unit, time = (steps_per_epoch, step) if every_batch else (1, step // steps_per_epoch)
-    warm_up, end = recipe.warmup_epochs * unit, (recipe.epochs - recipe.cooldown_epochs) * unit
+    if recipe.schedule_step == "batch":
+        time, unit = step, steps_per_epoch
+    else:
+        time, unit = step // steps_per_epoch, 1
+    warm_up = recipe.warmup_epochs * unit
+    end = (recipe.epochs - recipe.cooldown_epochs) * unit
     if time < warm_up:
         return recipe.warmup_lr + time * ((recipe.lr - recipe.warmup_lr) / warm_up)
     if time >= end:

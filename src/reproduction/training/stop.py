@@ -38,7 +38,7 @@ def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[Non
     """Sets `handler` for STOP_SIGNALS that are not ignored; restores the old handlers at exit."""
     handled = [s for s in STOP_SIGNALS if signal.getsignal(s) not in (signal.SIG_IGN, None)]
     if threading.current_thread() is not threading.main_thread():
-        handled = []
+        handled = []  # Python allows it there alone
     old = [signal.signal(signum, handler) for signum in handled]
     try:
         yield
@@ -56,8 +56,12 @@ class Stop:
     """Signals to this rank, and what all ranks do alike after a step: go on, save, or stop."""
 
     def __init__(self, ranks: int):
-        self.signum, self.is_waiting, self.is_alone = 0, False, ranks == 1
-        self.group: Any = None if self.is_alone else dist.new_group(backend="gloo")
+        self.signum = 0  # the first one received
+        self.is_waiting = False  # for images, while a single process can stop at once
+        self.is_alone = ranks == 1
+        self.group: Any = None
+        if not self.is_alone:
+            self.group = dist.new_group(backend="gloo")
 
     def request(self, signum: int, frame: FrameType | None) -> None:
         """Signal handler: asks for a stop after this step.
