@@ -126,8 +126,8 @@ def train_job(tree: DictConfig, own: Any) -> float | None:
     except KeyboardInterrupt as interrupt:
         error = PlainError(interrupt)
         pass_on(interrupt)
-    sweep.note(own.job.num, point, error)
     if error is not None:
+        sweep.note(own.job.num, point, error)
         raise error
     return objective(point, launch.objective)
 
