@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.config import Config, parse
-from reproduction.runs import RunFolder, digest, evaluated
+from reproduction.folder import RunFolder
+from reproduction.identity import digest, evaluated
 from reproduction.start import check_named, compose, expand
 from reproduction.system import UserError, is_first_rank, one_line_errors, say
 from reproduction.words import hydra_errors, merged, readable, text_of

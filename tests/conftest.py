@@ -2,8 +2,9 @@
 
 import os
 import signal
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +128,14 @@ def batch(build: Callable[[], nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, which is empty."""
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder, which is empty; modules that lie in it are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    yield tmp_path
+    for name, module in [*sys.modules.items()]:
+        file = vars(module).get("__file__")
+        if file is not None and tmp_path in Path(file).parents:
+            del sys.modules[name]
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from reproduction import load_run  # noqa: F401
 from reproduction.config import ROOT, Config
+from reproduction.identity import flat, key, nested, saved  # noqa: F401
 from reproduction.models.build import (
     build_model,
     build_module,
@@ -39,7 +40,6 @@ from reproduction.models.build import (
     without_weights,
 )
 from reproduction.models.cct import CCT  # noqa: F401
-from reproduction.runs import flat, key, nested, saved  # noqa: F401
 from reproduction.start import compose
 from reproduction.words import merged
 from scripts.bench import build_trainer

@@ -11,9 +11,9 @@ SOURCE = ROOT / "src"
 LAYERS = (
     ("system",),
     ("config",),
+    ("identity",),
     ("data", "models"),
-    ("runs",),
-    ("help",),
+    ("folder", "help"),
     ("words",),
     ("training",),
     ("reporting", "start"),

@@ -1,7 +1,7 @@
 """The one check of points: what a dry run lists is what training starts.
 
-Models are built on the meta device, without memory. What only this machine lacks, a GPU or the
-images, ends training in a line; a dry run goes on without it and says so.
+Models are built on the meta device, without memory. What only this machine lacks, a GPU, images
+or a module, ends training in a line; a dry run goes on without it and says so.
 """
 
 from collections import Counter
@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from reproduction.config import SOURCES, Config, Dataset, ViT, check_new
-from reproduction.runs import find, key
+from reproduction.folder import find
+from reproduction.identity import key
 from reproduction.start import Point
 from reproduction.system import UserError, is_first_rank, warn
 
@@ -94,9 +95,26 @@ class Checks:
 
     def has_images(self, dataset: Dataset) -> bool:
         """Whether images can be opened; training fails for their lack, or downloads them."""
-        if not self.is_dry or dataset.root is None:
+        if not self.is_dry:
             return True
+        lack = lack_of(dataset)
+        if lack is not None:
+            self.lacks[lack] = None
+        return lack is None
+
+
+def lack_of(dataset: Dataset) -> str | None:
+    """What this machine lacks of a data set: the folder of its images, or a module."""
+    from reproduction.data.sources import opened  # imports torch
+
+    if dataset.root is not None:
         place = Path(dataset.root, PLACES.get(dataset.source, ""))
         if not place.exists():
-            self.lacks[f"dataset.root={dataset.root}: {dataset.name} is not here"] = None
-        return place.exists()
+            return f"dataset.root={dataset.root}: {dataset.name} is not here"
+    try:
+        opened(dataset)
+    except UserError as error:
+        if isinstance(error.__cause__, ModuleNotFoundError):
+            return str(error)
+        raise
+    return None

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from reproduction.config import CONF_DIR, Config
-from reproduction.runs import flat
+from reproduction.identity import flat
 from tokenmixup import HTM, VTM, ManifoldMixup
 from tokenmixup.settings import allowed_of
 

@@ -90,8 +90,7 @@ def here(point: Point) -> OneLineError | None:
     try:
         write_report(point.folder, run_training(point.config, origin(point)))
     except Exception as error:
-        end = ending(error, point.config)
-        return type(end)(str(end))  # without the traceback, which holds the model
+        return ending(error, point.config)
     return None
 
 

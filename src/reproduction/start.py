@@ -18,8 +18,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from reproduction.config import CONF_DIR, LONGEST_NAME, SOURCES, Config, Dataset, parse
+from reproduction.folder import RunFolder, find
 from reproduction.help import OF_COMMAND
-from reproduction.runs import RowId, RunFolder, changes_result, find, key, mark
+from reproduction.identity import RowId, changes_result, key, mark
 from reproduction.system import UserError, launched_ranks
 from reproduction.words import hydra_errors, in_quotes, is_number, key_of, merged, readable
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from reproduction.training.figures import BatchFigures, Line
+from reproduction.training.metrics import BatchMetrics, Line
 from reproduction.training.step import Trainer
 from scripts.bench import build_trainer
 from tokenmixup import HTM
@@ -180,7 +180,7 @@ def scheduled_steps(trainer: Trainer) -> list[Line]:
 
 def _steps(trainer: Trainer, batches: list[int]) -> list[Line]:
     generator, size = torch.Generator().manual_seed(3), trainer.config.model.image_size
-    lines = BatchFigures(trainer.world)
+    lines = BatchMetrics(trainer.world)
     for batch in batches:
         shape = (batch, 3, size, size)
         images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)

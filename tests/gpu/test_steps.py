@@ -21,8 +21,8 @@ from reproduction.config import ROOT
 from reproduction.models import build
 from reproduction.system import PlainError
 from reproduction.training.evaluate import evaluate
-from reproduction.training.figures import checked
 from reproduction.training.graph import WARM_UP
+from reproduction.training.metrics import checked
 from reproduction.training.ranks import join_world
 from reproduction.training.step import Trainer
 from reproduction.training.stop import ending

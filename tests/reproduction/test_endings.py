@@ -1,6 +1,9 @@
 """An error is the error: what decides how a run ends, and where each reason is told."""
 
-from collections.abc import Callable
+import ctypes
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -8,9 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from reproduction.system import PlainError
 from reproduction.training.ranks import World
 from tests.doors import SMALL, Run, eventually, planted, script, started, train
 from tests.images import OWN, disturbed
+from tokenmixup import TokenMixup
 
 ONE = (*SMALL, "recipe.epochs=1", "name=mine")
 CHANCE: list[Exception] = [
@@ -57,6 +62,27 @@ def test_a_named_cause_decides(here: Path):
         result = train(*ONE)
     assert (result.status, len(result.lines)) == (1, 1), result.err
     assert "out of this machine's memory" in result.err
+
+
+@pytest.mark.parametrize(
+    "error", [PlainError("a line"), MemoryError(), KeyError("a bug")], ids=repr
+)
+def test_the_model_of_a_failed_run_is_freed_at_once(here: Path, error: Exception):
+    """Not by Python's collector, which knows nothing of the memory of a GPU."""
+    living = []
+
+    def bug() -> object:
+        living.append(sum(type(x) is TokenMixup for x in gc.get_objects()))
+        raise type(error)(*error.args)
+
+    gc.collect()  # what other tests have left
+    gc.disable()
+    try:
+        with planted("step", bug):
+            assert train("-m", "seed=0,1,2", *SMALL).status == 1
+    finally:
+        gc.enable()
+    assert living == [1, 1, 1]
 
 
 @pytest.mark.slow
@@ -125,3 +151,32 @@ def test_a_run_whose_lock_cannot_be_opened_is_a_row_of_the_table(here: Path):
         result = script("runs", "outputs")
         assert result.status == 0 and "1 finished" in result.out, result
         assert "going" in result.out and "unusable" in result.out and ".lock: " in result.out
+
+
+@contextmanager
+def without_rights_of_root() -> Iterator[None]:
+    """Closed folders are closed for root too: without CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
+    libc = ctypes.CDLL(None)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version of the call, this thread
+    rights = (ctypes.c_uint32 * 6)()  # of capabilities 0..31 and 32..63; the first are effective
+    assert libc.capget(header, rights) == 0
+    fewer = (ctypes.c_uint32 * 6)(*rights)
+    fewer[0] &= ~0b110
+    assert libc.capset(header, fewer) == 0
+    try:
+        yield
+    finally:
+        assert libc.capset(header, rights) == 0
+
+
+def test_a_run_that_another_user_has_closed_is_a_row_of_the_table(here: Path):
+    words = tuple(word for word in ONE if not word.startswith("name="))
+    for name in ("done", "closed"):
+        assert train(*words, f"name={name}").status == 0
+    Path("outputs/closed").chmod(0)
+    with without_rights_of_root():
+        table = script("runs", "outputs")
+        again = train(*words, "name=closed", "resume=auto")
+    assert table.status == 0 and "1 finished" in table.out, table
+    assert "closed" in table.out and "unusable" in table.out and "Permission denied" in table.out
+    assert (again.status, len(again.lines)) == (2, 1) and "Permission denied" in again.err

@@ -5,7 +5,7 @@ from typing import Any
 import yaml
 
 from reproduction.config import CONF_DIR, ROOT
-from reproduction.runs import changes_result, flat
+from reproduction.identity import changes_result, flat
 from reproduction.studies.published import results_page
 from reproduction.studies.text import value_text
 from tests.doors import dry

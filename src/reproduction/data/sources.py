@@ -81,6 +81,9 @@ def _whole(source: str, root: str | None, options: str) -> Data:
         return _labelled([*function(**arguments)])
     except Refused as error:
         raise UserError(f"{key}: {error}") from error
+    except ModuleNotFoundError as error:
+        rule = "a module must be installed, or lie beside train.py or in PYTHONPATH"
+        raise UserError(f"{key}: {error}; {rule}") from error
     except Exception as error:  # from any code
         place = extract_tb(error.__traceback__)[-1]
         where = f" ({place.filename}:{place.lineno})" if is_own else ""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from reproduction.config import Config
 from reproduction.data.inputs import build_training_inputs
+from reproduction.folder import RunFolder
 from reproduction.reporting.trained import load_trained, training_batches
-from reproduction.runs import RunFolder
 from tokenmixup import HTM, attach, mix_horizontal
 from tokenmixup.rules import rules_of
 

@@ -8,6 +8,7 @@ import pandas as pd
 import torch
 
 from reproduction.config import Config
+from reproduction.folder import RunFolder
 from reproduction.reporting.figures import CAPTIONS, draw_accuracy, draw_mixed_samples
 from reproduction.reporting.trained import (
     draw_pairs,
@@ -15,7 +16,6 @@ from reproduction.reporting.trained import (
     load_trained,
     some_images,
 )
-from reproduction.runs import RunFolder
 from reproduction.system import (
     UserError,
     first_line,

@@ -24,10 +24,10 @@ from reproduction.data.loaders import (
 )
 from reproduction.data.sources import opened
 from reproduction.data.workers import collated
+from reproduction.folder import RunFolder
 from reproduction.models.build import build_module, without_weights
 from reproduction.models.weights import module_state, read_newest
 from reproduction.reporting.figures import ORANGE, figure, shortened
-from reproduction.runs import RunFolder
 from reproduction.system import UserError
 from tokenmixup import TokenMixup, attach, blocks_of
 from tokenmixup.adapters import adapter_of

@@ -43,7 +43,7 @@ def runs_of(points: Sequence[Point]) -> list[Run]:
     """Returns the runs that have begun."""
     found = []
     for point in points:
-        if point.folder.config_path.exists():
+        if point.folder.is_run():
             run = read_run(point.folder)
             is_other = run.key and (run.key, run.seed) != (point.key, point.config.seed)
             if not is_other:

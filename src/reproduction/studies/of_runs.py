@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from reproduction.config import Config
-from reproduction.runs import RowId, digest, key, settings
+from reproduction.identity import RowId, digest, key, settings
 from reproduction.start import Point
 from reproduction.studies.results import Counted, Run, counted, judged_by
 from reproduction.studies.table import Entry, table

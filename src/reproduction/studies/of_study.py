@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from reproduction.runs import RowId, changes_result, digest
+from reproduction.identity import RowId, changes_result, digest
 from reproduction.start import Point
 from reproduction.studies.results import OUTCOMES, Run, counted, judged_by
 from reproduction.studies.study import PAPERS, Cell, Study, cells, comparisons, studies

@@ -8,7 +8,8 @@ from pathlib import Path
 import pandas as pd
 
 from reproduction.config import ROOT
-from reproduction.runs import RunFolder, flat, key, nested, saved, settings
+from reproduction.folder import RunFolder
+from reproduction.identity import flat, key, nested, saved, settings
 from reproduction.studies.of_study import planned, study_table
 from reproduction.studies.page import HOW_TO_READ
 from reproduction.studies.results import counted, read_store

@@ -10,9 +10,10 @@ from typing import Any
 import pandas as pd
 
 from reproduction.config import Config
-from reproduction.runs import RowId, RunFolder, digest, key, saved
-from reproduction.runs import settings as settings_of
-from reproduction.system import UserError, first_line, in_one_line
+from reproduction.folder import RunFolder
+from reproduction.identity import RowId, digest, key, saved
+from reproduction.identity import settings as settings_of
+from reproduction.system import UserError, first_line, in_one_line, reason_of
 
 LAST_EPOCHS = 10  # of the best one of which some protocols report the accuracy
 MEASURES = (  # of a run, beside its outcomes; tables have their means
@@ -103,7 +104,7 @@ def read_runs(*places: Path) -> list[Run]:
     for place in places:
         for path in sorted([place, *place.iterdir()]):
             folder = RunFolder(path)
-            if folder.config_path.exists():
+            if folder.is_run():
                 runs.append(read_run(folder))
     return runs
 
@@ -121,6 +122,8 @@ def read_run(folder: RunFolder) -> Run:
         reason = first_line(error)
         if isinstance(error, UserError):
             reason = str(error)
+        elif isinstance(error, OSError):
+            reason = reason_of(error)
         return Run(
             name=folder.path.name,
             path=folder.path,

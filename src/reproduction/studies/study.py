@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from reproduction.config import FORBID, Count, FolderName, Fraction, Whole, line_of
-from reproduction.runs import RowId, key
+from reproduction.identity import RowId, key
 from reproduction.start import Point, compose, expand, point
 from reproduction.system import UserError
 from reproduction.words import read_yaml

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from reproduction.runs import RowId
+from reproduction.identity import RowId
 from reproduction.studies.results import Run, frame
 
 LEAST_PAIRS = 3  # for a test: two give an interval of 13 standard errors each way

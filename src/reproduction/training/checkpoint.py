@@ -12,6 +12,7 @@ from torch import nn
 
 from reproduction.config import AnyModel, Checkpoint
 from reproduction.data.loaders import InputTransform, build_input_transform
+from reproduction.folder import RunFolder
 from reproduction.models.build import build_model, constructor, count_classes, without_weights
 from reproduction.models.names import State
 from reproduction.models.weights import (
@@ -21,7 +22,6 @@ from reproduction.models.weights import (
     matching_state,
     read_newest,
 )
-from reproduction.runs import RunFolder
 from reproduction.system import UserError, replacing
 
 SHARE = 0.05  # of the time since the last checkpoint, which one at the end of an epoch may take

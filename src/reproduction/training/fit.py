@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_map_only
 
 from reproduction.data import loaders
 from reproduction.data.halves import check_share
+from reproduction.folder import RunFolder
 from reproduction.models.names import State
-from reproduction.runs import RunFolder
 from reproduction.system import Pulse, UserError, first_line, progress, say, warn
-from reproduction.training import figures
+from reproduction.training import metrics
 from reproduction.training.checkpoint import Clock, check_classes, digest, save_plain
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loggers import Logs
@@ -34,8 +34,8 @@ class RunState:
     """What a run has reached beside its trainer; its checkpoints hold each of these."""
 
     epoch: int = 0  # completed
-    sums: list[figures.Sums] = field(default_factory=list)  # the last epoch may have begun only
-    log: list[figures.Line] = field(default_factory=list)  # results of evaluated epochs
+    sums: list[metrics.Sums] = field(default_factory=list)  # the last epoch may have begun only
+    log: list[metrics.Line] = field(default_factory=list)  # results of evaluated epochs
     best: State | None = None  # weights of the best epoch, on the first rank
     train_seconds: float = 0.0
     eval_seconds: float = 0.0
@@ -57,7 +57,7 @@ class Run:
     logs: Logs
     stop: Stop
     clock: Clock
-    collected: figures.BatchFigures
+    collected: metrics.BatchMetrics
     pulse: Pulse
     upcoming: Iterator[list[Tensor]] | None = None  # batches that workers load already
     has_evaluated: bool = False
@@ -83,14 +83,14 @@ def fit(run: Run, state: RunState) -> dict[str, Any]:
     Raises Stopped after the step in which a signal has come to any rank.
     """
     while state.epoch < run.total_epochs:
-        pace = figures.Pace(run.trainer.step, run.total_steps)
+        pace = metrics.Pace(run.trainer.step, run.total_steps)
         train_epoch(run, state, pace)
         evaluate_epoch(run, state)
         end_epoch(run, state, pace)
     return _results(run, state)
 
 
-def train_epoch(run: Run, state: RunState, pace: figures.Pace) -> None:
+def train_epoch(run: Run, state: RunState, pace: metrics.Pace) -> None:
     """Trains the steps of an epoch that are left: a resumed run may begin within it."""
     trainer, batches = run.trainer, run.batches
     number = state.epoch + 1
@@ -115,7 +115,7 @@ def train_epoch(run: Run, state: RunState, pace: figures.Pace) -> None:
         if is_late or is_silent or trainer.step % trainer.recipe.log_every == 0:
             line = write(run, state)
             if is_silent and run.is_main:
-                run.pulse.tell(f"{task}  {figures.describe_step(line, pace)}")
+                run.pulse.tell(f"{task}  {metrics.describe_step(line, pace)}")
         if is_late:
             save(run, state)
     write(run, state)
@@ -142,7 +142,7 @@ def evaluate_epoch(run: Run, state: RunState) -> None:
     run.has_evaluated = True
 
 
-def end_epoch(run: Run, state: RunState, pace: figures.Pace) -> None:
+def end_epoch(run: Run, state: RunState, pace: metrics.Pace) -> None:
     """Counts the epoch, and records it: results, best weights, summary, and perhaps a checkpoint.
 
     Only now is it completed: an evaluation that is interrupted is repeated.
@@ -153,11 +153,11 @@ def end_epoch(run: Run, state: RunState, pace: figures.Pace) -> None:
     if run.is_main:
         if state.log and state.log[-1]["epoch"] == number:
             _log(run, state.log[-1])
-            if figures.best(state.log)["epoch"] == number:
+            if metrics.best(state.log)["epoch"] == number:
                 _keep_best(run, state)
         run.folder.write_summary(**progress_entries(run, state))
         left, mixes = pace.left(trainer.step), trainer.module.htm is not None
-        say(figures.describe(state.sums[-1], number, total, mixes, state.log, left))
+        say(metrics.describe(state.sums[-1], number, total, mixes, state.log, left))
     is_due = clock.is_late() or clock.is_due(number) or number == total
     (is_due_anywhere,) = stop.agreed(run.is_main and is_due)
     if is_due_anywhere:
@@ -170,19 +170,19 @@ def _keep_best(run: Run, state: RunState) -> None:
     save_plain(run.folder.best_path, state.best, run.trainer.classes)
 
 
-def write(run: Run, state: RunState) -> figures.Line:
-    """Fetches and writes the figures of batches; PlainError if one of them ends the run.
+def write(run: Run, state: RunState) -> metrics.Line:
+    """Fetches and writes the metrics of batches; PlainError if one of them ends the run.
 
     Returns the last line, if there are batches.
     """
     lines, seconds = run.collected.fetch()
     state.train_seconds += seconds
-    line: figures.Line = {}
-    for line in figures.checked(lines, run.trainer.uses_scaler):
+    line: metrics.Line = {}
+    for line in metrics.checked(lines, run.trainer.uses_scaler):
         if line["skipped"]:
             state.skipped += 1
         else:
-            state.sums[-1] = figures.added(state.sums[-1], line)
+            state.sums[-1] = metrics.added(state.sums[-1], line)
         if not run.trainer.uses_scaler:
             del line["skipped"]
         _log(run, line)
@@ -200,7 +200,7 @@ def _note_unreadable(run: Run, state: RunState) -> None:
     check_share(state.unreadable, run.train_loader.half)
 
 
-def _log(run: Run, line: figures.Line) -> None:
+def _log(run: Run, line: metrics.Line) -> None:
     if run.is_main:
         run.folder.append_metrics(line)
         run.logs.log(line)
@@ -251,17 +251,17 @@ def evaluate_on(
 
 def _results(run: Run, state: RunState) -> dict[str, Any]:
     """The entries of summary.json about the whole run, and its results on the test set."""
-    trainer, tests = run.trainer, list[figures.Line]()
+    trainer, tests = run.trainer, list[metrics.Line]()
     if run.test_loader is not None:  # not seen yet: for the last epoch and the best
         model = trainer.evaluated
         tests = [evaluate_on(run, state, run.test_loader, model)] * 2
-        if figures.best(state.log)["epoch"] != state.epoch:
+        if metrics.best(state.log)["epoch"] != state.epoch:
             model = copy.deepcopy(model)
             model.load_state_dict(trainer.world.share(cast(State, state.best)))
             tests[1] = evaluate_on(run, state, run.test_loader, model)
     images = run.batches.images(trainer.step)
     return {
-        **figures.accuracies(state.log, tests),
+        **metrics.accuracies(state.log, tests),
         "steps": trainer.step,
         "images": images,
         "seconds": round(state.train_seconds + state.eval_seconds, 1),
@@ -276,5 +276,5 @@ def _results(run: Run, state: RunState) -> dict[str, Any]:
 def progress_entries(run: Run, state: RunState) -> dict[str, Any]:
     """The entries of summary.json about the completed epochs."""
     steps = min(state.epoch * len(run.batches), run.trainer.step)
-    mixing = figures.mixing(state.sums[: state.epoch], run.batches.images(steps))
+    mixing = metrics.mixing(state.sums[: state.epoch], run.batches.images(steps))
     return {"epochs": state.epoch, **mixing, "log": state.log}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.config import Config
-from reproduction.runs import RunFolder
+from reproduction.folder import RunFolder
 from reproduction.system import UserError, first_line, say, warn
 
 SETTINGS: dict[str, Any] = {

@@ -19,9 +19,9 @@ from reproduction.data.halves import Data, in_memory
 from reproduction.data.inputs import build_normalize
 from reproduction.data.loaders import build_evaluation_loader
 from reproduction.data.sources import opened, unlabelled
+from reproduction.identity import evaluated
 from reproduction.models.build import build_model, place, without_weights
 from reproduction.models.weights import matching_state
-from reproduction.runs import evaluated
 from reproduction.system import is_first_rank, local_ranks, progress, warn, write_text
 from reproduction.training.checkpoint import check_classes, read_plain
 from reproduction.training.evaluate import Batch, evaluate

@@ -240,12 +240,11 @@ def as_rank(config: Config) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            end = ending(error, config)
-            _tell(end)
-            raise end from error
+            # A name for the new error would be a cycle, by its traceback, and keep the model.
+            raise _told(ending(error, config)) from error
 
 
-def _tell(end: OneLineError) -> None:
+def _told(end: OneLineError) -> OneLineError:
     """Says why a rank of torchrun ends; programs print the error of the first one alone.
 
     The others wait before: the launcher ends them if the first one has the same error. A rank that
@@ -258,6 +257,7 @@ def _tell(end: OneLineError) -> None:
         time.sleep(SECONDS_OF_OTHERS)
     if is_silent and not is_gone:
         warn(f"rank {os.environ['RANK']}: {end}")
+    return end
 
 
 def _new_rank(rank: int, function: Callable[[Config], Any], config: Config, meeting: Path) -> None:

@@ -17,8 +17,8 @@ from reproduction.data import loaders
 from reproduction.data.halves import Data, in_memory
 from reproduction.data.seeding import preserved_generators
 from reproduction.data.sources import opened, record
+from reproduction.folder import RunFolder, hold
 from reproduction.models import build as models
-from reproduction.runs import RunFolder, hold
 from reproduction.system import (
     PlainError,
     Pulse,
@@ -32,7 +32,7 @@ from reproduction.system import (
     say,
     warn,
 )
-from reproduction.training import figures
+from reproduction.training import metrics
 from reproduction.training.checkpoint import Clock, load_last, save_plain
 from reproduction.training.fit import Run, RunState, fit, progress_entries, restore, save, write
 from reproduction.training.labels import AttentionLabels
@@ -130,7 +130,7 @@ def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
     if config.compile:
         torch.compiler.reset()  # its limits count over all runs of a process
     with join_world(device) as world:
-        run, state = start(config, world, origin)
+        run, state = set_up(config, world, origin)
         status = "failed"
         with handling(run.stop.request):
             try:
@@ -151,7 +151,7 @@ def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
         return run.folder.write_summary(**results, status=status) if world.is_main else results
 
 
-def start(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Run, RunState]:
+def set_up(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Run, RunState]:
     """Builds a run on its device, or resumes it, and prepares its folder."""
     folder = RunFolder.of(config)
     newest = load_last(folder)
@@ -198,7 +198,7 @@ def _assembled(
         logs=Logs(config.logger if world.is_main else {}, config, folder, trainer.step),
         stop=Stop(world.size),
         clock=Clock(config.checkpoint),
-        collected=figures.BatchFigures(world),
+        collected=metrics.BatchMetrics(world),
         pulse=Pulse(),
     )
 

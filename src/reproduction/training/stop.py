@@ -102,13 +102,14 @@ class Stop:
 
 
 def ending(error: Exception, config: Config) -> OneLineError:
-    """The error of one line that ends this rank; the traceback of a bug is printed.
+    """A new error, of the one line that ends this rank; the traceback of a bug is printed.
 
     The error decides, and the causes that somebody has named by `raise ... from`: what was handled
-    by chance when it was raised says nothing about it.
+    by chance when it was raised says nothing about it. A new one can be raised from it, and holds
+    no traceback, and so not the model.
     """
     if isinstance(error, OneLineError):
-        return error
+        return type(error)(error)
     step = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))  # by `run.train`
     cause: BaseException | None = error
     while cause is not None:

@@ -1,4 +1,4 @@
-"""The figures of a run: those of every batch, collected on the device, and those of its epochs.
+"""The metrics of a run: those of every batch, collected on the device, and those of its epochs.
 
 A line is one of metrics.jsonl: of a batch, or of an epoch that was evaluated, with the results.
 """
@@ -25,7 +25,7 @@ Sums = list[float]  # over the batches of an epoch: their number, loss, mixed sa
 MEDIAN_EPOCHS = 10
 
 
-class BatchFigures:
+class BatchMetrics:
     """Collects the scalars of batches on the device; `fetch` turns them into metrics.jsonl's lines.
 
     It knows no names: they are the keys of what it is given.

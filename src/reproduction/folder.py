@@ -1,4 +1,4 @@
-"""A run: its folder, its identity, and the lock that one process at a time holds.
+"""The folder of a run, and the lock on it that one process at a time holds.
 
 config.yaml       configuration, of its latest start
 metrics.jsonl     one line per training step and one per evaluated epoch
@@ -11,21 +11,21 @@ the files beside it.
 """
 
 import fcntl
-import hashlib
 import json
 import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from functools import lru_cache, reduce
+from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
 
-from reproduction.config import SOURCES, Config, parse
+from reproduction.config import Config
+from reproduction.identity import changes, key, saved
 from reproduction.system import (
     UserError,
     flush,
@@ -36,155 +36,6 @@ from reproduction.system import (
     warn,
     write_text,
 )
-
-# --- identity -----------------------------------------------------------------------------------
-
-# Keys that do not change a result, and so not the identity of a run.
-NOT_RESULT = (
-    "name",
-    "output_root",
-    "resume",
-    "device",
-    "compile",
-    "checkpoint",
-    "logger",
-    "dataset.workers",
-    "model.checkpoint_blocks",
-    "recipe.log_every",
-)
-FIXED = ("digits", "cifar10", "cifar100", "imagenet1k")  # data sets whose images are known
-PATHS = ("dataset.root", "model.weights")  # count as typed: a project may be moved
-
-
-class Gone(list[Any]):
-    """A key that the schema has no more: its values (any, if none is named) that still hold."""
-
-
-# What saved configurations mean: keys that are gone, and first defaults of keys that have another.
-UPGRADES: dict[str, Any] = {
-    "recipe.non_finite": Gone(["fail"]),
-    "augmentation.htm.non_finite": Gone(["fail"]),
-    "augmentation.mode": Gone(["batch"]),
-    "dataset.broken_images": Gone(["refuse"]),
-    "dataset.content": Gone(),
-    "model.drop": Gone([0.0]),
-    "recipe.momentum": Gone([0.9]),
-    "recipe.tf32": Gone([False]),
-    "recipe.transforms.erasing_count": Gone([1]),
-    "recipe.transforms.ratio": Gone([[0.75, 1.3333], [1.0, 1.0]]),
-    "augmentation.htm.tau": 2.0,
-    "augmentation.htm.rho": 0.005,
-    "recipe.log_every": 50,  # which published lines leave out
-}
-
-
-def saved(raw: Mapping[str, Any]) -> Config:
-    """Returns a saved configuration of any revision as the present schema understands it.
-
-    Raises ValueError for a setting that the present code does not have any more.
-    """
-    values = dict(flat(raw))
-    for key, value in UPGRADES.items():
-        group = key.rpartition(".")[0]
-        if not isinstance(value, Gone):
-            if any(name.startswith(f"{group}.") for name in values):
-                values.setdefault(key, value)
-        elif key in values and (found := values.pop(key)) not in (value or [found]):
-            raise ValueError(f"{key}={found}: was a setting of an earlier revision, and is gone")
-    if values.get("dataset.source") is None:  # once named for own data alone
-        values["dataset.source"] = f"{SOURCES}:{values['dataset.name']}"
-    return parse(nested(values))
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, leaf) of nested mappings."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Undoes `flat`."""
-    tree: dict[str, Any] = {}
-    for key, value in settings.items():
-        *groups, name = key.split(".")
-        reduce(lambda group, part: group.setdefault(part, {}), groups, tree)[name] = value
-    return tree
-
-
-def changes_result(key: str) -> bool:
-    """Whether a dotted key may distinguish runs."""
-    return not any(f"{key}.".startswith(f"{name}.") for name in NOT_RESULT)
-
-
-def settings(config: Config) -> dict[str, Any]:
-    """Returns the dotted keys and values that determine a result: the identity of a run.
-
-    The folder of a fixed data set is not among them, as its images may be moved.
-    """
-    is_fixed = config.dataset.name in FIXED
-    found = {}
-    for name, value in flat(asdict(config)):
-        if not changes_result(name) or (is_fixed and name == "dataset.root"):
-            continue
-        found[name] = value
-        if name in PATHS and value is not None:
-            found[name] = os.path.normpath(value)  # `data/x/` is `data/x`
-    return found
-
-
-def evaluated(config: Config) -> dict[str, Any]:
-    """Returns the settings that the result of evaluating weights depends on."""
-    parts = ("model.", "dataset.", "recipe.precision")
-    return {name: value for name, value in settings(config).items() if name.startswith(parts)}
-
-
-def digest(value: Any) -> str:
-    """Returns 8 hex digits over the JSON of a value."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
-
-
-def key(config: Config, seed: bool = True) -> str:
-    """Returns 8 hex digits over `settings`; without the seed, those that all seeds share."""
-    return digest({name: x for name, x in settings(config).items() if seed or name != "seed"})
-
-
-def mark(config: Config) -> str:
-    """Returns the 8 hex digits of a folder's name, which have always counted `log_every` too."""
-    return digest({**settings(config), "recipe.log_every": config.recipe.log_every})
-
-
-@dataclass(frozen=True, order=True)
-class RowId:
-    """What identifies a row of a table, whatever its text.
-
-    A row has the name that its `study` gives it, and in a sweep a `point`: swept keys and values.
-    """
-
-    study: str = ""  # as typed: table1, or the path of a file
-    row: str = ""
-    point: tuple[tuple[str, str], ...] = ()
-    column: str = ""
-
-
-def changes(ours: Config, theirs: Config) -> list[str]:
-    """Returns `key=ours instead of theirs` for each setting that distinguishes two runs."""
-    one, other = settings(ours), settings(theirs)
-    return [
-        f"{name}={one.get(name)} instead of {other.get(name)}"
-        for name in sorted({*one, *other})
-        if one.get(name) != other.get(name)
-    ]
-
-
-def as_yaml(config: Config) -> str:
-    """Returns the configuration as the folder of the run holds it."""
-    return yaml.safe_dump(asdict(config), sort_keys=False)
-
-
-# --- folder -------------------------------------------------------------------------------------
 
 
 class RunFolder:
@@ -208,6 +59,16 @@ class RunFolder:
 
     # What is here
 
+    def is_run(self) -> bool:
+        """Whether this is a run, or may be one: a folder that another user has closed."""
+        try:
+            self.config_path.stat()
+        except PermissionError:
+            return True
+        except OSError:
+            return False
+        return True
+
     def check(self, config: Config) -> None:
         """Raises UserError if this folder cannot be used for this run."""
         if not is_first_rank():
@@ -220,11 +81,10 @@ class RunFolder:
         if config.resume != "auto":
             advice = "resume it with resume=auto or choose another name"
             raise UserError(f"name={config.name}: {self.path} exists; {advice}")
-        if found := changes(config, self.read_config()):
-            others = ", ".join(found)
-            raise UserError(
-                f"name={config.name}: {self.path} holds another run, this one has {others}"
-            )
+        others = ", ".join(changes(config, self.read_config()))
+        if others:
+            reason = f"{self.path} holds another run, this one has {others}"
+            raise UserError(f"name={config.name}: {reason}")
 
     def is_begun(self) -> bool:
         """Whether anything is here: an empty folder is no run.
@@ -239,13 +99,16 @@ class RunFolder:
 
     def check_data(self, now: Mapping[str, str]) -> None:
         """Raises UserError if the run has begun on other data than those of the record `now`."""
-        then = self.read_summary().get("data") or {}
-        gaps = [f"{then[x]} then, {now[x]} now" for x in then if x in now and then[x] != now[x]]
-        if gaps and (self.is_finished() or self.checkpoints()):
-            raise UserError(
-                f"name={self.path.name}: {self.path} was trained on other data: {', '.join(gaps)}; "
-                "choose another output_root, or move that folder away"
-            )
+        if not (self.is_finished() or self.checkpoints()):
+            return  # nothing was learnt from them
+        gaps = []
+        for name, then in (self.read_summary().get("data") or {}).items():
+            if name in now and now[name] != then:
+                gaps.append(f"{then} then, {now[name]} now")
+        if gaps:
+            reason = f"{self.path} was trained on other data: {', '.join(gaps)}"
+            advice = "choose another output_root, or move that folder away"
+            raise UserError(f"name={self.path.name}: {reason}; {advice}")
 
     def is_finished(self) -> bool:
         """Whether the run is finished and has its result."""
@@ -307,7 +170,7 @@ class RunFolder:
             raw = self._rescued("config", error)
             if not raw:
                 raise
-        with _named(self.config_path):
+        with _named(self.config_path):  # also for a setting that is gone
             return saved(raw)
 
     def read_summary(self) -> dict[str, Any]:
@@ -361,7 +224,8 @@ class RunFolder:
         """
         self.last_path.parent.mkdir(parents=True, exist_ok=True)
         flush(self.path.parent)
-        write_text(self.config_path, f"{YAML_BEGIN}{as_yaml(config)}{YAML_END}")
+        content = yaml.safe_dump(asdict(config), sort_keys=False)
+        write_text(self.config_path, f"{YAML_BEGIN}{content}{YAML_END}")
         self.metrics_path.touch()
         os.truncate(self.metrics_path, self._usable_metrics(metrics_size))
         flush(self.metrics_path)
@@ -414,12 +278,12 @@ class RunFolder:
 
         Those of the files of training are: they wrote them under the lock, on any machine.
         """
-        files = (self.config_path, self.summary_path)
-        ours = {file for path in files for file in self.path.glob(f".{path.name}.*.tmp")}
-        ours |= {*self.last_path.parent.glob(".*.tmp")}
-        for temporary in {*self.path.glob(".*.tmp")} | ours:
-            if temporary in ours or is_left_over(temporary):
-                temporary.unlink(missing_ok=True)
+        gone = [*self.last_path.parent.glob(".*.tmp")]
+        for path in (self.config_path, self.summary_path):
+            gone += self.path.glob(f".{path.name}.*.tmp")
+        gone += filter(is_left_over, self.path.glob(".*.tmp"))
+        for temporary in gone:
+            temporary.unlink(missing_ok=True)
 
 
 YAML_BEGIN, YAML_END = "---\n", "...\n"  # which a file has that was cut short, and has not
@@ -478,8 +342,9 @@ def find(config: Config) -> list[RunFolder]:
     root, identity = Path(config.output_root), key(config)
     changed = root.stat().st_mtime_ns if root.is_dir() else 0
     found = [RunFolder(root / name) for name, x in _keys(root, changed) if x == identity]
-
-    return sorted(found, key=_progress, reverse=True) if len(found) > 1 else found
+    if len(found) > 1:
+        found.sort(key=_progress, reverse=True)
+    return found
 
 
 def _progress(run: RunFolder) -> tuple[bool, int, bool]:
