@@ -65,6 +65,7 @@ UPGRADES: dict[str, Any] = {
     "recipe.non_finite": Gone(["fail"]),
     "augmentation.htm.non_finite": Gone(["fail"]),
     "augmentation.mode": Gone(["batch"]),
+    "augmentation.cutmix.labels": Gone(["area"]),
     "dataset.broken_images": Gone(["refuse"]),
     "dataset.content": Gone(),
     "model.drop": Gone([0.0]),
@@ -152,8 +153,11 @@ def key(config: Config, seed: bool = True) -> str:
 
 
 def mark(config: Config) -> str:
-    """Returns the 8 hex digits of a folder's name, which have always counted `log_every` too."""
-    return digest({**settings(config), "recipe.log_every": config.recipe.log_every})
+    """Returns the 8 hex digits of a folder's name, which count what they have always counted."""
+    counted = {**settings(config), "recipe.log_every": config.recipe.log_every}
+    if config.augmentation.cutmix is not None:
+        counted["augmentation.cutmix.labels"] = "area"  # a key that is gone
+    return digest(counted)
 
 
 @dataclass(frozen=True, order=True)
