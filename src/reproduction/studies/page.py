@@ -12,7 +12,7 @@ import torch
 from jinja2 import Environment, FileSystemLoader
 
 from reproduction.models.build import build_module, count_parameters, without_weights
-from reproduction.reporting.figures import CAPTIONS
+from reproduction.reporting.drawing import CAPTIONS
 from reproduction.start import compose
 from reproduction.studies.of_study import Planned
 from reproduction.studies.plots import draw_beside, draw_sweep

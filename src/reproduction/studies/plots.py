@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from reproduction.reporting.figures import BLUE, ORANGE, VERMILION, figure
+from reproduction.reporting.drawing import BLUE, ORANGE, VERMILION, figure
 from reproduction.studies.of_runs import numeric
 from reproduction.studies.results import OUTCOMES
 from reproduction.studies.table import Line
