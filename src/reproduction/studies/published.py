@@ -9,10 +9,11 @@ import pandas as pd
 
 from reproduction.config import ROOT
 from reproduction.runs import RunFolder, flat, key, nested, saved, settings
+from reproduction.start import Point
 from reproduction.studies.of_study import planned, study_table
 from reproduction.studies.page import HOW_TO_READ
 from reproduction.studies.results import counted, read_store
-from reproduction.studies.study import FULL, Study, plan, read, studies
+from reproduction.studies.study import FULL, Study, plan, read
 from reproduction.studies.text import markdown, number
 from reproduction.system import UserError, write_text
 
@@ -70,7 +71,7 @@ def results_page(results: Path = RESULTS) -> str:
 def _section(path: Path, study: Study) -> Iterator[str]:
     """Yields Markdown of a study and its published runs."""
     runs = read_store(path.with_suffix(".jsonl"))
-    (whole,) = planned(plan({str(path): study}, None, FULL, []))
+    (whole,) = planned(_points(path, study))
     table = study_table(whole, runs)
     file = f"results/{path.name}"
     yield f"\n## {study.title}\n\n{study.about.strip()}\n"
@@ -85,6 +86,11 @@ def _section(path: Path, study: Study) -> Iterator[str]:
         yield markdown(_quoted(study))
 
 
+def _points(path: Path, study: Study) -> list[Point]:
+    """Returns all runs of a study."""
+    return plan({str(path): study}, None, FULL, [])
+
+
 def _quoted(study: Study) -> pd.DataFrame:
     rows = []
     for name, columns in study.quoted.items():
@@ -94,11 +100,10 @@ def _quoted(study: Study) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def publish(run: Path, path: Path) -> None:
-    """Adds the line of a finished run to a file of results/, in place of one of the same run."""
-    folder, file = RunFolder(run.resolve()), path.with_suffix(".yaml")
-    points = plan(studies(str(file)), None, FULL, [])
-    rows = {key(point.config): point.config for point in points}
+def publish(run: Path, file: Path) -> None:
+    """Adds the line of a finished run of a study to its .jsonl, in place of one of the same run."""
+    folder = RunFolder(run.resolve())
+    rows = {key(point.config): point.config for point in _points(file, read(file))}
     identity = key(folder.read_config())
     row, summary = rows.get(identity), folder.read_summary()
     missing = [name for name in COPIED if name not in summary]
@@ -113,6 +118,7 @@ def publish(run: Path, path: Path) -> None:
     line |= {name: summary[name] for name in COPIED}
     line |= {"hours": round(summary["seconds"] / 3600, 3), "config": plain}
     lines = []
+    path = file.with_suffix(".jsonl")
     if path.exists():
         lines = path.read_text().splitlines()
     others = [text for text in lines if _identity(text) != identity]
