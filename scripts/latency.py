@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from reproduction.studies.of_study import LATENCY, latencies
 from reproduction.studies.study import PAPER_FOLDER, read
-from reproduction.studies.text import REPORT, markdown
+from reproduction.studies.study_table import LATENCY, latencies
+from reproduction.studies.table import REPORT, markdown
 from reproduction.system import Parser, hardware_name, one_line_errors, say, write_text
 from reproduction.training.ranks import resolve_device
 from scripts import positive

@@ -4,17 +4,19 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from reproduction.config import ROOT
-from reproduction.runs import RunFolder, flat, key, nested, saved, settings
+from reproduction.config import ROOT, Config
+from reproduction.runs import RunFolder, flat, key, settings
 from reproduction.start import Point
-from reproduction.studies.of_study import planned, study_table
 from reproduction.studies.page import HOW_TO_READ
-from reproduction.studies.results import counted, read_store
+from reproduction.studies.results import config_of, counted, read_store
 from reproduction.studies.study import FULL, Study, plan, read
-from reproduction.studies.text import markdown, number
+from reproduction.studies.study_table import planned, study_table
+from reproduction.studies.table import markdown
+from reproduction.studies.text import number
 from reproduction.system import UserError, write_text
 
 RESULTS = ROOT / "results"
@@ -112,20 +114,19 @@ def publish(run: Path, file: Path) -> None:
         if missing:
             lacks = f"; summary.json lacks {', '.join(missing)}"
         raise UserError(f"run={run}: must be a finished run of {file}, without validation{lacks}")
-    written = {name: x for name, x in flat(asdict(row)) if name in settings(row)}  # as typed there
-    plain = json.loads(json.dumps(written), parse_constant={"Infinity": "inf"}.__getitem__)
     line = {"name": summary.get("name") or folder.path.name}  # of a copy the original's
     line |= {name: summary[name] for name in COPIED}
-    line |= {"hours": round(summary["seconds"] / 3600, 3), "config": plain}
-    lines = []
+    line |= {"hours": round(summary["seconds"] / 3600, 3), "config": _published(row)}
     path = file.with_suffix(".jsonl")
+    lines = []
     if path.exists():
         lines = path.read_text().splitlines()
-    others = [text for text in lines if _identity(text) != identity]
+    others = [text for text in lines if key(config_of(json.loads(text))) != identity]
     write_text(path, "\n".join([*others, json.dumps(line)]) + "\n")
 
 
-def _identity(text: str) -> str:
-    """Returns the identity of the run of a published line."""
-    config = json.loads(json.dumps(json.loads(text)["config"]).replace('"inf"', "Infinity"))
-    return key(saved(nested(config)))
+def _published(config: Config) -> dict[str, Any]:
+    """Returns what determines the result of a run, as `config_of` reads it; paths as typed."""
+    identity = settings(config)
+    written = {name: value for name, value in flat(asdict(config)) if name in identity}
+    return json.loads(json.dumps(written), parse_constant={"Infinity": "inf"}.__getitem__)
