@@ -156,8 +156,8 @@ study: .venv/installed  ## train your own study; FILE=results/NAME.yaml
 	$(REPRODUCE) "$(or $(FILE),$(error FILE=: must be the file of a study, as in results/))" $(WORDS)
 
 publish: .venv/installed  ## add the line of a finished run to its study's; RUN=outputs/NAME FILE=results/NAME.yaml
-	$(BIN)/python -m scripts.report --publish "$(or $(RUN),$(error RUN=: must be the folder of a finished run))" \
-	  "$(patsubst %.yaml,%.jsonl,$(or $(FILE),$(error FILE=: must be the file of its study, in results/)))"
+	$(BIN)/python -m scripts.publish "$(or $(RUN),$(error RUN=: must be the folder of a finished run))" \
+	  "$(or $(FILE),$(error FILE=: must be the file of its study, in results/))"
 
 check-published: .venv/installed  ## evaluate the published checkpoints and compare with the printed values; WEIGHTS=folder DATA=folder
 	$(if $(DATA),DATA="$(DATA)") $(BIN)/python -m scripts.check_published \
