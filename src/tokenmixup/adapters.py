@@ -16,7 +16,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tokenmixup.watch import AttentionMap
+from tokenmixup.attention import AttentionMap
 
 # Methods of timm's models that decide which tokens are the prefix and what the head reads.
 DECIDING = ("_pos_embed", "forward_features", "forward_head", "pool")
