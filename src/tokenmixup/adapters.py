@@ -30,6 +30,7 @@ class Adapter:
     block gets its tokens first, `b n d` or a map `b rows columns d`, and returns them first. HTM
     and VTM work with blocks that compute one softmax over all of their tokens. HTM alone works with
     `geometry`, the maps of windows or of fewer keys, and with `saliency`, whatever the attention.
+    Raises ValueError for a prefix that is no number, or without the class token that is read.
     """
 
     blocks: str  # path from the model to the sequence of blocks, such as `layers.*.blocks`

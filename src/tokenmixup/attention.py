@@ -83,8 +83,9 @@ def _has_kernel(q: Tensor, k: Tensor) -> bool:
     """Whether one kernel takes these: float16 or bf16, `b h n e`, and a head's keys fit into it."""
     if not (q.is_cuda and HAS_TRITON and q.ndim == 4 and q.shape[:2] == k.shape[:2]):
         return False
-    held = int(2 ** (math.ceil(math.log2(k.shape[2])) + math.ceil(math.log2(k.shape[3]))))
-    return q.dtype in HALF and held <= HELD_KEYS
+    keys = math.ceil(math.log2(k.shape[2]))
+    width = math.ceil(math.log2(k.shape[3]))
+    return q.dtype in HALF and 2 ** (keys + width) <= HELD_KEYS
 
 
 @torch.library.custom_op("tokenmixup::received", mutates_args=())

@@ -65,10 +65,11 @@ def input_gradient(model: Callable[[Tensor], Tensor], images: Tensor, targets: T
 def gradient_saliency(
     pixels: Tensor, num_tokens: int, grid: tuple[int, int] | None = None
 ) -> Tensor:
-    """Pools `b h w` to the grid of spatial tokens and normalises each sample to sum 1: `b t`.
+    """Saliency by the input gradient (Table 3), each sample's with the sum 1: `b h w` -> `b t`.
 
-    `grid`: rows and columns of the tokens, by default of the image's aspect ratio. Raises
-    ValueError if the grid does not have `num_tokens` cells.
+    `pixels`: of `input_gradient`, averaged over the pixels of each spatial token. `grid`: rows and
+    columns of the tokens, by default of the image's aspect ratio. Raises ValueError if the grid
+    does not have `num_tokens` cells.
     """
     height, width = pixels.shape[1:]
     if grid is None:
