@@ -5,7 +5,7 @@ BIN := .venv/bin
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 # Variables of the command line; those of the environment have another origin, and a make above this one its own names.
-KNOWN := PYTHON SCALE SEEDS SET DATA DEVICES OUTPUTS DRY_RUN JOBS FILE STUDIES RUNS AGAINST ROUNDS COMPARE KILLS RUN WEIGHTS
+KNOWN := PYTHON SCALE SEEDS SET DATA DEVICES OUTPUTS DRY_RUN JOBS LAUNCHER FILE STUDIES RUNS AGAINST ROUNDS COMPARE KILLS RUN WEIGHTS
 TYPED = $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name)))
 ifeq ($(MAKELEVEL),0)
   $(foreach name,$(filter-out $(KNOWN),$(TYPED)),$(error $(name)=$($(name)): unknown, allowed are $(KNOWN)))
@@ -14,13 +14,13 @@ endif
 REPRODUCED := $(patsubst %,reproduce-%,table1 table2 table3 table4 table5 figure3 figure4 openmixup all)
 SWEEPS := sweep-tau sweep-rho sweep-kappa
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev quickstart test test-all test-lowest lint format lock audit report clean status runs \
+.PHONY: help setup setup-dev quickstart test test-all test-lowest test-plugins lint format lock audit report clean status runs \
   $(REPRODUCED) $(SWEEPS) study publish check-published cost bench check-gpu chaos
 
 help:  ## list all targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-20s %s\n", $$1, $$2}'
 	@echo 'Variables of tables, figures and sweeps (see $(BIN)/python -m scripts.reproduce --help):'
-	@echo '  SEEDS=3 SCALE=full|smoke SET="key=value ..." DATA=folder DEVICES=1 OUTPUTS=outputs JOBS=1 DRY_RUN=1'
+	@echo '  SEEDS=3 SCALE=full|smoke SET="key=value ..." DATA=folder DEVICES=1 OUTPUTS=outputs JOBS=1 LAUNCHER=checked DRY_RUN=1'
 
 # The newest Python that runs. Finding a name on PATH is not enough, since it may be a broken shim.
 PYTHON ?= $(shell for v in 3.13 3.12 3.11; do python$$v -c "import venv" 2>/dev/null && echo python$$v && break; done)
@@ -70,11 +70,23 @@ test-lowest: .venv-tools/installed  ## run `make test` with the lowest versions 
 	  --requirement requirements-dev.txt --editable .
 	.venv-lowest/bin/python -m pytest
 
+# Hydra's plugins lie beside the packages of .venv, in a folder of their own.
+.venv-plugins/installed: requirements-plugins.txt .venv/installed-dev
+	$(INTERPRETER) -m venv .venv-plugins
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+	  > "$$(.venv-plugins/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
+	.venv-plugins/bin/pip install --quiet --requirement requirements-plugins.txt
+	touch $@
+
+test-plugins: .venv-plugins/installed  ## run the tests of Hydra's joblib, submitit and Optuna plugins
+	PYTHONPATH=src .venv-plugins/bin/python -m pytest tests/plugins -n 0
+
 # The paper's tables and sweeps, with the variables that `make help` lists.
 # SET="key=value ..." has overrides of train.py for all rows, DATA the folder with CIFAR and imagenet/.
 REPRODUCE = $(if $(DATA),DATA="$(DATA)") $(BIN)/python -m scripts.reproduce
 WORDS = $(if $(SEEDS),seeds=$(SEEDS)) $(if $(SCALE),scale=$(SCALE)) $(if $(DEVICES),devices=$(DEVICES)) \
-  $(if $(OUTPUTS),output_root="$(OUTPUTS)") $(SET) $(if $(JOBS),jobs=$(JOBS)) $(if $(DRY_RUN),dry_run=$(DRY_RUN))
+  $(if $(OUTPUTS),output_root="$(OUTPUTS)") $(SET) $(if $(JOBS),jobs=$(JOBS)) \
+  $(if $(LAUNCHER),hydra/launcher=$(LAUNCHER)) $(if $(DRY_RUN),dry_run=$(DRY_RUN))
 RUNS_IN = $(or $(OUTPUTS),outputs$(if $(filter smoke,$(SCALE)),/smoke))
 LATENCY = $(BIN)/python -m scripts.latency --outputs "$(RUNS_IN)" $(if $(filter smoke,$(SCALE)),--rounds 1 --images 2)
 STUDY_figure3 := table1/cifar100_htm seeds=1
@@ -144,8 +156,8 @@ study: .venv/installed  ## train your own study; FILE=results/NAME.yaml
 	$(REPRODUCE) "$(or $(FILE),$(error FILE=: must be the file of a study, as in results/))" $(WORDS)
 
 publish: .venv/installed  ## add the line of a finished run to its study's; RUN=outputs/NAME FILE=results/NAME.yaml
-	$(BIN)/python -m scripts.report --publish "$(or $(RUN),$(error RUN=: must be the folder of a finished run))" \
-	  "$(patsubst %.yaml,%.jsonl,$(or $(FILE),$(error FILE=: must be the file of its study, in results/)))"
+	$(BIN)/python -m scripts.publish "$(or $(RUN),$(error RUN=: must be the folder of a finished run))" \
+	  "$(or $(FILE),$(error FILE=: must be the file of its study, in results/))"
 
 check-published: .venv/installed  ## evaluate the published checkpoints and compare with the printed values; WEIGHTS=folder DATA=folder
 	$(if $(DATA),DATA="$(DATA)") $(BIN)/python -m scripts.check_published \
@@ -156,4 +168,4 @@ report: .venv/installed  ## write the tables of all runs and their page to outpu
 	  $(if $(DEVICES),devices=$(DEVICES)) $(SET)
 
 clean:  ## remove .venv and caches, keep outputs/
-	rm -rf .venv .venv-tools .venv-lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-tools .venv-lowest .venv-plugins .mypy_cache .pytest_cache .ruff_cache .hypothesis

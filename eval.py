@@ -141,7 +141,7 @@ def evaluate(
         scores = "top-1 {top1:.2f} %, top-5 {top5:.2f} %, loss {eval_loss:.4f} on ".format(**found)
         written = [result]
     if images is None and predictions is not None:
-        from reproduction.reporting.figures import draw_confusion
+        from reproduction.reporting.drawing import draw_confusion
 
         written += [predictions, table_path(result, "classes"), draw_confusion(result)]
     say(f"{found['checkpoint']}: {scores}{found['images']} images of {images or found['dataset']}")

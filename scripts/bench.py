@@ -10,7 +10,8 @@ runs twice in it: `plain again` shows the noise, and the others are compared wit
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -39,14 +40,41 @@ from scripts import positive
 from tokenmixup.assignment import gain_matrix, optimal_donors
 
 Work = Callable[[], Any]
-CASES = {  # model -> words of its own recipe, classes, factor on its q, k, v, images on CPU and GPU
-    "cct_2_3x2": (["dataset=digits", "recipe=quickstart"], 10, 12, 128, 128),
-    "cct_7_3x1": (["dataset=cifar100", "recipe=cifar_cct"], 100, 6, 16, 128),
-    "vit_base_patch16_224": (["dataset=imagenet1k", "recipe=imagenet_vit"], 1000, 3, 4, 128),
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model by its own recipe, and the images of a batch."""
+
+    words: list[str]
+    classes: int
+    sharpness: int  # factor on q, k and v
+    on_cpu: int
+    on_gpu: int = 128
+
+    def images(self, device: str) -> int:
+        if device == "cuda":
+            return self.on_gpu
+        return self.on_cpu
+
+
+CASES = {
+    "cct_2_3x2": Case(
+        words=["dataset=digits", "recipe=quickstart"], classes=10, sharpness=12, on_cpu=128
+    ),
+    "cct_7_3x1": Case(
+        words=["dataset=cifar100", "recipe=cifar_cct"], classes=100, sharpness=6, on_cpu=16
+    ),
+    "vit_base_patch16_224": Case(
+        words=["dataset=imagenet1k", "recipe=imagenet_vit"], classes=1000, sharpness=3, on_cpu=4
+    ),
 }
-METHODS = {"plain": "", "HTM": "htm", "VTM": "vtm", "both": "htm,vtm"}
+METHODS = {"plain": [], "HTM": ["htm"], "VTM": ["vtm"], "both": ["htm", "vtm"]}
+AGAIN = "plain again"
 HOW = {"eager": "false", "compiled": "true", "graph": "cuda-graph"}  # values of `compile`
-WARM_UP, CALLS_ON_GPU = 2, 10  # rounds that do not count; calls between two looks at the clock
+WARM_UP = 2  # rounds that do not count
+CALLS_ON_GPU = 10  # between two looks at the clock
+FIGURES = ("ms", "ratio")  # that are compared with those of an earlier report
 
 
 def build_trainer(overrides: Sequence[str], num_classes: int = 10) -> Trainer:
@@ -63,9 +91,10 @@ def training_step(words: list[str], classes: int, images: int, sharpness: int = 
     """A training step of train.py's `words` on random images, the same ones each time."""
     trainer = build_trainer(words, classes)
     model: Any = trainer.module.model
-    with torch.no_grad():
-        for block in model.blocks if sharpness != 1 else ():
-            block.attn.qkv.weight.mul_(sharpness)
+    if sharpness != 1:
+        with torch.no_grad():
+            for block in model.blocks:
+                block.attn.qkv.weight.mul_(sharpness)
     size, device = trainer.config.model.image_size, trainer.world.device
     batch = torch.randint(256, (images, 3, size, size), dtype=torch.uint8)
     labels = torch.arange(images) % classes
@@ -74,85 +103,134 @@ def training_step(words: list[str], classes: int, images: int, sharpness: int = 
 
 def in_turns(works: Mapping[str, Work], rounds: int, device: str) -> pd.DataFrame:
     """Milliseconds a call: a row for each round, a column for each work."""
-    calls, rng, rows = CALLS_ON_GPU if device == "cuda" else 1, np.random.default_rng(0), []
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    rng = np.random.default_rng(0)
+    rows = []
     for _ in range(WARM_UP + rounds):
-        row = {}
-        for name in rng.permutation([*works]).tolist():
-            wait()
-            start = time.perf_counter()
-            for _ in range(calls):
-                works[name]()
-            wait()
-            row[name] = 1000 * (time.perf_counter() - start) / calls
-        rows.append(row)
+        order = rng.permutation([*works]).tolist()
+        rows.append({name: milliseconds(works[name], device) for name in order})
     return pd.DataFrame(rows[WARM_UP:])[[*works]]
+
+
+def milliseconds(work: Work, device: str) -> float:
+    """Times a call; on a GPU, which is not waited for in between, the mean of several."""
+    if device != "cuda":
+        start = time.perf_counter()
+        work()
+        return 1000 * (time.perf_counter() - start)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(CALLS_ON_GPU):
+        work()
+    torch.cuda.synchronize()
+    return 1000 * (time.perf_counter() - start) / CALLS_ON_GPU
 
 
 def quartiles(values: pd.Series) -> dict[str, float]:
     """Median and quartiles, and the 95 % interval of the median by order statistics."""
     interval = quantile_test(values, p=0.5).confidence_interval(confidence_level=0.95)
     low, median, high = values.quantile([0.25, 0.5, 0.75])
-    least, most = np.fmax(interval.low, values.min()), np.fmin(interval.high, values.max())
-    return {"median": median, "low": low, "high": high, "least": least, "most": most}
+    return {
+        "median": median,
+        "low": low,
+        "high": high,
+        "least": np.fmax(interval.low, values.min()),
+        "most": np.fmin(interval.high, values.max()),
+    }
 
 
 def measure(model: str, how: str, device: str, rounds: int) -> dict[str, Any]:
     """Times the steps of a model: name -> ms, ratio to plain, images/s, tokens replaced."""
-    recipe, classes, sharpness, *batches = CASES[model]
-    images, precision = (batches[1], "bf16") if device == "cuda" else (batches[0], "float32")
+    case = CASES[model]
+    images = case.images(device)
     works, tokens = dict[str, Work](), dict[str, float]()
     for name, stack in METHODS.items():
-        words = [f"model={model}", *recipe, f"recipe.precision={precision}", f"compile={HOW[how]}"]
-        words += [f"augmentation=[{stack}]", *["augmentation.htm.tau=inf"] * ("htm" in stack)]
         try:
-            step = training_step(words, classes, images, sharpness)
+            step = training_step(
+                words_of(model, how, device, stack), case.classes, images, case.sharpness
+            )
             tokens[name] = float(step()[0].output.stats["mixed_tokens"])
         except Exception as error:  # of a compiler, or a lack of memory
             say(f"not timed: {model}, {how}, {name}: {first_line(error)}")
             continue
-        works |= {name: step} | ({f"{name} again": step} if name == "plain" else {})
-    times, rows = in_turns(works, rounds, device), {}
-    plain = [name for name in works if name.startswith("plain")]
+        works[name] = step
+        if name == "plain":
+            works[AGAIN] = step
+    times = in_turns(works, rounds, device)
+    rows = {}
     for name in works:
-        ms, mixed = quartiles(times[name]), tokens.get(name, 0)
-        rows[name] = {"ms": ms, "images/s": 1000 * images / ms["median"], "tokens": mixed}
-        if base := plain[:1] if name in plain else plain:
-            rows[name]["ratio"] = quartiles(times[name] / times[base].mean(axis=1))
+        ms = quartiles(times[name])
+        rows[name] = {
+            "ms": ms,
+            "images/s": 1000 * images / ms["median"],
+            "tokens": tokens.get(name, 0),
+        }
+    if "plain" in works:
+        both = times[["plain", AGAIN]].mean(axis=1)
+        for name, row in rows.items():
+            base = times["plain"] if name in ("plain", AGAIN) else both
+            row["ratio"] = quartiles(times[name] / base)
     return rows
+
+
+def words_of(model: str, how: str, device: str, stack: list[str]) -> list[str]:
+    """Returns the words of train.py for a step with this stack; every sample is easy."""
+    precision = "bf16" if device == "cuda" else "float32"
+    words = [f"model={model}", *CASES[model].words]
+    words += [f"recipe.precision={precision}", f"compile={HOW[how]}"]
+    words.append(f"augmentation=[{','.join(stack)}]")
+    if "htm" in stack:
+        words.append("augmentation.htm.tau=inf")
+    return words
 
 
 def measure_assignment(device: str, rounds: int) -> dict[str, Any]:
     """Times the assignment, by its kernel on a GPU and by scipy, on random saliency."""
     works = dict[str, Work]()
     for b, where in product((128, 504), dict.fromkeys(["cpu", device])):
+        solver = "kernel" if where == "cuda" else "scipy"
         gain = gain_matrix((3 * torch.randn(b, 256)).softmax(dim=1), 0.0).to(where)
         for easy in (b // 2, b):
             is_easy = (torch.arange(b) < easy).to(where)
-            name = f"{'kernel' if where == 'cuda' else 'scipy'}, {easy} of {b} easy"
-            works[name] = partial(optimal_donors, gain, is_easy)
-    return {
-        name: {"ms": quartiles(times)} for name, times in in_turns(works, rounds, device).items()
-    }
+            works[f"{solver}, {easy} of {b} easy"] = partial(optimal_donors, gain, is_easy)
+    times = in_turns(works, rounds, device)
+    return {name: {"ms": quartiles(times[name])} for name in works}
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Times and ratios as medians with their quartiles, in Markdown."""
-    shown = "{median:.4g} ({low:.4g} to {high:.4g})".format_map
-    texts = pd.DataFrame(rows).T.map(lambda x: shown(x) if isinstance(x, dict) else f"{x:.4g}")
+    texts = pd.DataFrame.from_dict(rows, orient="index").map(shown)
     return texts.to_markdown(disable_numparse=True)
 
 
-def slower(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What got slower beyond the noise: the intervals of the medians do not overlap."""
-    return [
-        f"slower: {title}: {name}: {x} {before[x]['median']:.4g} -> {row[x]['median']:.4g}"
-        for title, rows in new["tables"].items()
-        for name, row in rows.items()
-        for x in {"ms", "ratio"} & {*row}
-        if (before := old["tables"].get(title, {}).get(name))
-        if row[x]["least"] > before[x]["most"]
-    ]
+def shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{median:.4g} ({low:.4g} to {high:.4g})".format_map(value)
+    return f"{value:.4g}"
+
+
+def slower(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what got slower beyond the noise: the intervals of the medians do not overlap."""
+    for title, rows in new["tables"].items():
+        for name, row in rows.items():
+            before = old["tables"].get(title, {}).get(name, {})
+            for figure in FIGURES:
+                if figure not in row or figure not in before:
+                    continue
+                was, now = before[figure], row[figure]
+                if now["least"] > was["most"]:
+                    change = f"{was['median']:.4g} -> {now['median']:.4g}"
+                    yield f"slower: {title}: {name}: {figure} {change}"
+
+
+def read_report(path: Path, machine: str) -> dict[str, Any]:
+    """Reads what was measured earlier; UserError if it was on another machine."""
+    try:
+        report: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"compare={path}: is no report: {error}") from error
+    if report["machine"] != machine:
+        raise UserError(f"compare={path}: measured on {report['machine']}, this is {machine}")
+    return report
 
 
 @one_line_errors("bench.py")
@@ -163,18 +241,20 @@ def main() -> None:
     parser.add_argument("--compare", type=Path, metavar="OLD.json", help="say what got slower")
     parser.add_argument("--out", type=Path, default="outputs/bench.json", metavar="FILE.json")
     args = parser.parse_args()
-    if odd := {*args.models} - {*CASES}:
-        raise UserError(f"models={min(odd)}: must be one of {', '.join(CASES)}")
+    for model in args.models:
+        if model not in CASES:
+            raise UserError(f"models={model}: must be one of {', '.join(CASES)}")
     device = resolve_device("auto", 1)
-    machine = f"{hardware_name(device)}, {torch.get_num_threads()} threads"
-    new: dict[str, Any] = {"machine": machine, "torch": torch.__version__, "rounds": args.rounds}
-    new |= {"revision": git_revision(), "load average": os.getloadavg()[0]}
-    try:
-        old = json.loads(args.compare.read_text()) if args.compare else new
-    except ValueError as error:
-        raise UserError(f"compare={args.compare}: is no report: {error}") from error
-    if old["machine"] != machine:
-        raise UserError(f"compare={args.compare}: measured on {old['machine']}, this is {machine}")
+    new: dict[str, Any] = {
+        "machine": f"{hardware_name(device)}, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "rounds": args.rounds,
+        "revision": git_revision(),
+        "load average": os.getloadavg()[0],
+    }
+    old = None
+    if args.compare:
+        old = read_report(args.compare, new["machine"])
     say(", ".join(f"{key} {value}" for key, value in new.items()))
     new["tables"] = {"assignment": measure_assignment(device, args.rounds)}
     for model, how in product(args.models, HOW if device == "cuda" else ["eager"]):
@@ -184,7 +264,7 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(args.out, json.dumps(new, indent=2) + "\n")
     say(f"\nload average {os.getloadavg()[0]:.1f} at the end; written to {args.out}")
-    if args.compare:
+    if old is not None:
         say("\n".join(slower(old, new)) or f"nothing got slower than in {args.compare}")
 
 

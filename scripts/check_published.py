@@ -5,11 +5,12 @@ python -m scripts.check_published FOLDER [key=value ...]: the words are train.py
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from reproduction.start import compose
+from eval import of_file
 from reproduction.system import PlainError, UserError, one_line_errors, say
 from reproduction.training.predictions import evaluate_checkpoint
 
@@ -26,14 +27,6 @@ PRINTED = {  # name of the file, without its suffix -> experiment, printed top-1
 }
 
 
-def top1(file: Path, experiment: str, words: list[str]) -> float:
-    in_half = file.name.startswith("cct") and torch.cuda.is_available()
-    precision = f"recipe.precision={'float16' if in_half else 'float32'}"
-    config = compose((f"experiment={experiment}", precision, *words))
-    result = Path(config.output_root, "evaluations", f"{file.name.partition('.')[0]}.json")
-    return evaluate_checkpoint(config, [file], result)["top1"]
-
-
 @one_line_errors("check_published.py")
 def main() -> int:
     """Prints a line for each file; the exit status is 1 if one could not be evaluated."""
@@ -42,17 +35,29 @@ def main() -> int:
         say(str(__doc__))
         return 0
     files = {path.name.partition(".")[0]: path for path in sorted(Path(folder).glob("*.*"))}
-    if not {*files} & {*PRINTED}:
+    if PRINTED.keys().isdisjoint(files):
         raise UserError(f"{folder}: holds none of {', '.join(f'{name}.*' for name in PRINTED)}")
     status = 0
     for name, (experiment, printed) in PRINTED.items():
-        try:
-            found = top1(files[name], experiment, words) if name in files else None
-            text = "no such file" if found is None else f"{found:.2f} % ({found - printed:+.2f})"
-        except (UserError, PlainError) as error:
-            text, status = str(error), 1
+        text = "no such file"
+        if name in files:
+            try:
+                top1 = evaluated(files[name], [f"experiment={experiment}", *words])
+                text = f"{top1:.2f} % ({top1 - printed:+.2f})"
+            except (UserError, PlainError) as error:
+                text, status = str(error), 1
         say(f"{name}: {experiment}, printed {printed:.2f} %: {text}")
     return status
+
+
+def evaluated(file: Path, words: Sequence[str]) -> float:
+    """Returns the accuracy that eval.py finds, and writes its file."""
+    precision = "float32"
+    if file.name.startswith("cct") and torch.cuda.is_available():
+        precision = "float16"
+    config = of_file([f"recipe.precision={precision}", *words])
+    result = Path(config.output_root, "evaluations", f"{file.name.partition('.')[0]}.json")
+    return evaluate_checkpoint(config, [file], result)["top1"]
 
 
 if __name__ == "__main__":

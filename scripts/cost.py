@@ -8,14 +8,16 @@ counts in the first of them.
 """
 
 import os
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
 
-from reproduction.config import Config
+from reproduction.config import Config, Dataset
 from reproduction.data.sources import opened
+from reproduction.start import Point
 from reproduction.studies.study import FULL, plan, studies
 from reproduction.system import Parser, PlainError, hardware_name, one_line_errors, say
 from reproduction.training.ranks import resolve_device
@@ -23,15 +25,40 @@ from scripts import positive
 from scripts.bench import in_turns, training_step
 
 ON_CPU = 16  # images
-SIZES = {"cifar10": (50_000, 10_000, 10), "cifar100": (50_000, 10_000, 100)}  # train, held out, ...
-SIZES["imagenet1k"] = (1_281_167, 50_000, 1000)  # ... classes
+
+
+class Size(NamedTuple):
+    """Images and classes of a data set."""
+
+    train: int
+    held_out: int
+    classes: int
+
+
+SIZES = {
+    "cifar10": Size(50_000, 10_000, 10),
+    "cifar100": Size(50_000, 10_000, 100),
+    "imagenet1k": Size(1_281_167, 50_000, 1000),
+}
+
+
+def size_of(dataset: Dataset) -> Size:
+    """Returns what is known of a data set, and looks into any other."""
+    if dataset.name in SIZES:
+        return SIZES[dataset.name]
+    data = opened(dataset)
+    return Size(len(data.train), len(data.per_epoch), len(data.classes))
 
 
 def speed(words: Sequence[str], config: Config, classes: int, device: str) -> dict[str, Any]:
     """Times a training step: the images in it, and images per second."""
-    images = config.recipe.batch_size if device == "cuda" else ON_CPU
-    words = [*words, "devices=1", *["augmentation.htm.tau=inf"] * bool(config.augmentation.htm)]
-    words += ["recipe.precision=float32"] * (device == "cpu")
+    words = [*words, "devices=1"]
+    if config.augmentation.htm is not None:
+        words.append("augmentation.htm.tau=inf")
+    images = config.recipe.batch_size
+    if device == "cpu":
+        words.append("recipe.precision=float32")
+        images = ON_CPU
     while True:
         try:
             step = training_step(words, classes, images)
@@ -43,26 +70,32 @@ def speed(words: Sequence[str], config: Config, classes: int, device: str) -> di
             images //= 2
 
 
+def cost(run: Point, device: str) -> dict[str, Any]:
+    """Returns the row of a run, but for how many there are of it."""
+    config = run.config
+    size = size_of(config.dataset)
+    images = config.recipe.epochs * (size.train + size.held_out / 3)
+    row = {"batch": config.recipe.batch_size}
+    row |= speed(run.words, config, size.classes, device)
+    return row | {"hours": images / row["images/s"] / 3600}
+
+
 @one_line_errors("cost.py")
 def main() -> None:
     parser = Parser(prog="cost.py", description=__doc__)
     parser.add_argument("studies", nargs="*", default=["all"], help="such as table1")
     parser.add_argument("--seeds", type=positive, help="seeds per run (default: the study's)")
     args = parser.parse_args()
-    device, rows = resolve_device("auto", 1), dict[str, Any]()
-    for run in (x for name in args.studies for x in plan(studies(name), args.seeds, FULL, [])):
-        config, label = run.config, run.label
-        if label not in rows:
-            say(f"measuring {label}")
-            if config.dataset.name not in SIZES:
-                data = opened(config.dataset)
-                SIZES[config.dataset.name] = len(data.train), len(data.per_epoch), len(data.classes)
-            train, held_out, classes = SIZES[config.dataset.name]
-            images = config.recipe.epochs * (train + held_out / 3)
-            row: dict[str, Any] = {"runs": 0, "batch": config.recipe.batch_size}
-            row |= speed(run.words, config, classes, device)
-            rows[label] = row | {"hours": images / row["images/s"] / 3600}
-        rows[label]["runs"] += 1
+    device = resolve_device("auto", 1)
+    runs = []
+    for name in args.studies:
+        runs += plan(studies(name), args.seeds, FULL, [])
+    numbers = Counter(run.label for run in runs)
+    rows = dict[str, Any]()
+    for run in runs:
+        if run.label not in rows:
+            say(f"measuring {run.label}")
+            rows[run.label] = {"runs": numbers[run.label], **cost(run, device)}
     table = pd.DataFrame.from_dict(rows, orient="index")
     total = table[["hours"]].mul(table.runs, axis=0)
     sums = total.groupby(lambda label: label.partition("/")[0], sort=False).sum()

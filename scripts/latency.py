@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from reproduction.studies.of_study import LATENCY, latencies
 from reproduction.studies.study import PAPER_FOLDER, read
-from reproduction.studies.text import REPORT, markdown
+from reproduction.studies.study_table import LATENCY, latencies
+from reproduction.studies.table import REPORT, markdown
 from reproduction.system import Parser, hardware_name, one_line_errors, say, write_text
 from reproduction.training.ranks import resolve_device
 from scripts import positive
@@ -27,11 +27,16 @@ MODEL = "cct_7_3x1"
 def words_of(detector: str | None, device: str) -> list[str]:
     """The overrides of train.py for a step with this detector, or without mixing."""
     precision = "float16" if device == "cuda" else "float32"  # float16 is that of the experiments
-    words = [f"model={MODEL}", *CASES[MODEL][0], f"recipe.precision={precision}"]
+    words = [f"model={MODEL}", *CASES[MODEL].words, f"recipe.precision={precision}"]
     if detector is None:
         return [*words, "augmentation=[]"]
-    htm = [f"augmentation.htm.{word}" for word in ("tau=inf", "rho=0", f"detector={detector}")]
-    return [*words, "augmentation=[htm]", *htm]
+    return [
+        *words,
+        "augmentation=[htm]",
+        "augmentation.htm.tau=inf",
+        "augmentation.htm.rho=0",
+        f"augmentation.htm.detector={detector}",
+    ]
 
 
 @one_line_errors("latency.py")
@@ -43,11 +48,11 @@ def main() -> None:
     args = parser.parse_args()
     study = read(PAPER_FOLDER / "table3.yaml")
     device = resolve_device("auto", 1)
-    _, classes, _, *batches = CASES[MODEL]
-    images = args.images or batches[device == "cuda"]
-    works = {"plain": training_step(words_of(None, device), classes, images)}
+    case = CASES[MODEL]
+    images = args.images or case.images(device)
+    works = {"plain": training_step(words_of(None, device), case.classes, images)}
     for name in study.latencies:
-        works[name] = training_step(words_of(name, device), classes, images)
+        works[name] = training_step(words_of(name, device), case.classes, images)
     times = in_turns(works, args.rounds, device)
     added = times[[*study.latencies]].sub(times.plain, axis=0)  # ms, rounds x detectors
     about = (

@@ -21,7 +21,7 @@ def main() -> None:
     folder = RunFolder(args.run.removeprefix("run="))
     config = folder.read_config()
     check_named(config.dataset, [args.source or ""])
-    from reproduction.reporting.look import suggestions
+    from reproduction.reporting.suggestions import suggestions
     from reproduction.training.stop import ending
 
     try:

@@ -1,4 +1,4 @@
-"""Writes the paper's tables, sweeps and figures with our results; docs/results.md; a line of it."""
+"""Writes the paper's tables, sweeps and figures with our results; or docs/results.md."""
 
 from pathlib import Path
 
@@ -9,40 +9,36 @@ from scripts import positive
 
 @one_line_errors("report.py")
 def main() -> None:
-    parser = Parser(description=__doc__)
+    parser = Parser(prog="report.py", description=__doc__)
     parser.add_argument("words", nargs="*", metavar="key=value", help="overrides of all rows")
     parser.add_argument("--study", default="all", help="as of reproduce.py (default: all)")
     parser.add_argument("--scale", choices=SCALES, default=FULL)
     parser.add_argument("--seeds", type=positive, help="how many (default: of the study)")
     parser.add_argument("--outputs", type=Path, help="folder of the runs (default: of the scale)")
     parser.add_argument("--results", type=Path, help="write docs/results.md beside this folder")
-    parser.add_argument(
-        "--publish", type=Path, nargs=2, metavar=("RUN", "FILE.jsonl"), help="add a line to a file"
-    )
     args = parser.parse_args()
-    if args.publish and args.publish[1].suffix != ".jsonl":
-        parser.error(f"--publish {args.publish[1]}: must be results/STUDY.jsonl")
-    if args.words and (args.publish or args.results):
-        parser.error(f"{args.words[0]}: nothing reads it beside --publish or --results")
-    if args.publish:
-        from reproduction.studies.published import publish
+    if args.results:
+        if args.words:
+            parser.error(f"{args.words[0]}: nothing reads it beside --results")
+        write_results(args.results)
+        return
+    from reproduction.studies.conclude import conclude
 
-        publish(*args.publish)
-    elif args.results:
-        from reproduction.studies.published import results_page
+    words = args.words
+    if args.outputs:
+        if not args.outputs.is_dir():
+            parser.error(f"--outputs {args.outputs}: must be a folder of runs")
+        words = [*words, f"output_root={args.outputs}"]
+    conclude(plan(studies(args.study), args.seeds, args.scale, words))
 
-        path = args.results.resolve().parent / "docs" / "results.md"
-        write_text(path, results_page(args.results))
-        say(f"written to {path}")
-    else:
-        from reproduction.studies.conclude import conclude
 
-        words = args.words
-        if args.outputs:
-            words = [*words, f"output_root={args.outputs}"]
-            if not args.outputs.is_dir():
-                parser.error(f"--outputs {args.outputs}: must be a folder of runs")
-        conclude(plan(studies(args.study), args.seeds, args.scale, words))
+def write_results(results: Path) -> None:
+    """Writes the page of the published results."""
+    from reproduction.studies.published import results_page
+
+    path = results.resolve().parent / "docs" / "results.md"
+    write_text(path, results_page(results))
+    say(f"written to {path}")
 
 
 if __name__ == "__main__":

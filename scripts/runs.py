@@ -19,9 +19,9 @@ def main() -> None:
         "--against", metavar="KEY=VALUE", help="test every row against the one with this value"
     )
     args = parser.parse_args()
-    from reproduction.studies.of_runs import runs_table
     from reproduction.studies.plots import draw_runs
     from reproduction.studies.results import read_runs
+    from reproduction.studies.runs_table import runs_table
 
     table = runs_table(read_runs(*args.folders), args.against)
     say("\n".join(table.lines()))

@@ -19,7 +19,8 @@ def main() -> None:
     from PIL import Image
     from sklearn.datasets import load_digits
 
-    digits, seen = load_digits(), Counter[int]()
+    digits = load_digits()
+    seen = Counter[int]()
     for number, (ink, digit) in enumerate(zip(digits.images, digits.target, strict=True)):
         half = "train" if seen[digit] < FIRST else "test"
         seen[digit] += 1

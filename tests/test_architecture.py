@@ -48,6 +48,15 @@ def test_the_library_imports_what_it_requires():
         assert tops <= LIBRARY | STANDARD | MORE.get(path.stem, set()), path
 
 
+def test_only_hydra_loads_the_plugins_which_import_the_experiments():
+    for path in (*SOURCE.rglob("*.py"), *ROOT.glob("*.py"), *(ROOT / "scripts").glob("*.py")):
+        modules = {*imports(path)}
+        assert not any(module.startswith("hydra_plugins") for module in modules), path
+        if path.parent.name == "hydra_plugins":
+            tops = {module.partition(".")[0] for module in modules}
+            assert tops <= STANDARD | {"hydra", "omegaconf", "pathlib", "reproduction"}, path
+
+
 def test_imports_of_the_experiments_point_one_way():
     level = {name: number for number, names in enumerate(LAYERS) for name in names}
     for path in (SOURCE / "reproduction").rglob("*.py"):

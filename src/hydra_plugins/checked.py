@@ -43,13 +43,7 @@ class CheckedLauncher(Launcher):
             numbers = numbers[launch.task : launch.task + 1]
         started = [points[number] for number in numbers]
         check_choice(started, own.sweeper._target_)
-        try:
-            errors = run_all(started, launch.jobs)
-        except KeyboardInterrupt as interrupt:
-            from reproduction.studies.conclude import conclude  # imports pandas
-
-            conclude(points)  # Hydra ends without its callbacks
-            raise KeyboardInterrupt(going_on(points, str(interrupt))) from interrupt
+        errors = run_all(started, launch.jobs)
         sweep, returns = Sweep(Path(own.sweep.dir)), []
         for number, run, error in zip(numbers, started, errors, strict=True):
             sweep.note(initial_job_idx + number, run, error)
@@ -76,8 +70,16 @@ class PointSweeper(BasicSweeper):
         if not target.startswith(__name__):
             launch.refuse("jobs", "task", reason=f"is for hydra/launcher=checked, not {target}")
             check(points)
+        words = [point.typed for point in points]
         with Sweep(Path(own.sweep.dir)).planned(points):
-            return [self.launcher.launch([point.typed for point in points], 0)]
+            try:
+                return [self.launcher.launch(words, 0)]
+            except KeyboardInterrupt as interrupt:  # Hydra ends without its callbacks
+                from reproduction.studies.conclude import conclude  # imports pandas
+
+                if launch.task is None:
+                    conclude(points)
+                raise KeyboardInterrupt(going_on(points, str(interrupt))) from interrupt
 
     def points(self, arguments: list[str]) -> list[Point]:
         """Returns every value by every other."""

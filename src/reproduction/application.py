@@ -126,8 +126,8 @@ def train_job(tree: DictConfig, own: Any) -> float | None:
     except KeyboardInterrupt as interrupt:
         error = PlainError(interrupt)
         pass_on(interrupt)
-    sweep.note(own.job.num, point, error)
     if error is not None:
+        sweep.note(own.job.num, point, error)
         raise error
     return objective(point, launch.objective)
 
@@ -147,12 +147,15 @@ class Table(Callback):
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         try:
             with one_line_errors(program()):
-                points, errors = Sweep(Path(config.hydra.sweep.dir)).take()
+                sweep = Sweep(Path(config.hydra.sweep.dir))
+                points, errors = sweep.take()
                 status = end(program(), errors)
                 if points and config.task is None:
                     from reproduction.studies.conclude import conclude  # imports pandas
 
                     conclude(points)
+                if sweep.path.exists():
+                    say(f"logs and results of Hydra's plugins: {sweep.path}")
         except Exception:  # of which Hydra would make a warning
             traceback.print_exc()
             sys.exit(1)

@@ -163,13 +163,6 @@ class InputMix:
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
-class CutMix(InputMix):
-    """`labels=attention` weighs the classes by attention, as TransMix does, else by area."""
-
-    labels: Literal["area", "attention"] = "area"
-
-
-@dataclass(config=FORBID, frozen=True, kw_only=True)
 class Augmentation:
     """The augmentation stack; None disables a component.
 
@@ -178,7 +171,7 @@ class Augmentation:
 
     off_epoch: Count | None = None
     mixup: InputMix | None = None
-    cutmix: CutMix | None = None
+    cutmix: InputMix | None = None
     manifold_mixup: Annotated[
         ManifoldMixup | None, BeforeValidator(partial(built, ManifoldMixup))
     ] = None
@@ -263,11 +256,6 @@ class Config:
 
     def __post_init__(self) -> None:
         stack, model = self.augmentation, self.model
-        mixes_early = stack.htm is not None or stack.manifold_mixup is not None
-        hides_map = mixes_early or self.compile or isinstance(model, Library)
-        if stack.cutmix is not None and stack.cutmix.labels == "attention" and hides_map:
-            needs = "needs a transformer, no htm, no manifold_mixup and compile=false"
-            raise ValueError(f"augmentation.cutmix.labels=attention: {needs}; allowed is area")
         if self.compile == "cuda-graph":
             is_gradient = stack.htm is not None and stack.htm.detector == "gradient"
             changes = stack.manifold_mixup is not None or getattr(model, "checkpoint_blocks", False)

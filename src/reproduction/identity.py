@@ -32,6 +32,7 @@ GONE: dict[str, list[Any] | None] = {
     "recipe.non_finite": ["fail"],
     "augmentation.htm.non_finite": ["fail"],
     "augmentation.mode": ["batch"],
+    "augmentation.cutmix.labels": ["area"],
     "dataset.broken_images": ["refuse"],
     "dataset.content": None,
     "model.drop": [0.0],
@@ -133,8 +134,11 @@ def key(config: Config, seed: bool = True) -> str:
 
 
 def mark(config: Config) -> str:
-    """Returns the 8 hex digits of a folder's name, which have always counted `log_every` too."""
-    return digest({**settings(config), "recipe.log_every": config.recipe.log_every})
+    """Returns the 8 hex digits of a folder's name, which count what they have always counted."""
+    counted = {**settings(config), "recipe.log_every": config.recipe.log_every}
+    if config.augmentation.cutmix is not None:
+        counted["augmentation.cutmix.labels"] = "area"  # a key that is gone
+    return digest(counted)
 
 
 def changes(ours: Config, theirs: Config) -> list[str]:

@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from reproduction.help import allowed, options_of
-from reproduction.system import UserError
+from reproduction.system import OneLineError, UserError
 
 # --- command lines ------------------------------------------------------------------------------
 
@@ -140,6 +140,8 @@ def hydra_errors(*words: str) -> Iterator[None]:
     """Turns what Hydra and OmegaConf say into one line that names a word, and what is allowed."""
     try:
         yield
+    except OneLineError:
+        raise
     except Exception as error:
         if not _is_hydras(error):
             raise

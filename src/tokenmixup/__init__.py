@@ -24,13 +24,24 @@ __all__ = ["HTM", "VTM", "Adapter", "ManifoldMixup", "Output", "TokenMixup", "at
 __all__ += ["HorizontalMix", "Rules", "gain_matrix", "mix_horizontal", "training_loss"]
 __all__ += ["gradient_saliency", "optimal_assignment", "rollout_saliency"]
 __all__ += ["ScoreNet", "difficulty", "salient_indices"]
-HOMES = ("adapters", "assignment", "horizontal", "module", "output", "saliency", "scorenet")
+PARTS = (
+    "adapters",
+    "assignment",
+    "horizontal",
+    "module",
+    "output",
+    "saliency",
+    "scorenet",
+    "vertical",
+)
 
 
 def __getattr__(name: str) -> Any:
-    for home in (*HOMES, "vertical") if name in __all__ else ():
-        if hasattr(found := import_module(f"{__name__}.{home}"), name):
-            return getattr(found, name)
+    if name in __all__:
+        for part in PARTS:
+            module = import_module(f"{__name__}.{part}")
+            if hasattr(module, name):
+                return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

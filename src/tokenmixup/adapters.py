@@ -16,7 +16,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tokenmixup.watch import AttentionMap
+from tokenmixup.attention import AttentionMap
 
 # Methods of timm's models that decide which tokens are the prefix and what the head reads.
 DECIDING = ("_pos_embed", "forward_features", "forward_head", "pool")
@@ -30,6 +30,7 @@ class Adapter:
     block gets its tokens first, `b n d` or a map `b rows columns d`, and returns them first. HTM
     and VTM work with blocks that compute one softmax over all of their tokens. HTM alone works with
     `geometry`, the maps of windows or of fewer keys, and with `saliency`, whatever the attention.
+    Raises ValueError for a prefix that is no number, or without the class token that is read.
     """
 
     blocks: str  # path from the model to the sequence of blocks, such as `layers.*.blocks`
@@ -65,32 +66,44 @@ def swin(block: Any, seen: AttentionMap, x: Tensor) -> Tensor:
 
     Windows that overlap the edge are padded; the share of the padding is lost.
     """
-    rows, columns, (i, j), shift = *x.shape[1:3], block.window_size, block.shift_size
-    down, across = -(-rows // i), -(-columns // j)
-    sewn = rearrange(seen.received(), "(b y x) (i j) -> b (y i) (x j)", y=down, x=across, i=i)
-    return torch.roll(sewn[:, :rows, :columns], tuple(shift), dims=(1, 2)).flatten(1)
+    rows, columns = x.shape[1:3]
+    i, j = block.window_size
+    down = math.ceil(rows / i)
+    across = math.ceil(columns / j)
+    received = seen.received()  # (b y x) (i j): windows, and the tokens of one
+    grid = rearrange(received, "(b y x) (i j) -> b (y i) (x j)", y=down, x=across, i=i)
+    return torch.roll(grid[:, :rows, :columns], tuple(block.shift_size), dims=(1, 2)).flatten(1)
 
 
 def pvt_v2(block: Any, seen: AttentionMap, x: Tensor, size: tuple[int, int]) -> Tensor:
     """Saliency of a block of PVT-v2, `b t d` in the grid `size`: that of fewer keys, resized."""
-    received = seen.received()
+    received = seen.received()  # b m
     rows = round(math.sqrt(received.shape[1] * size[0] / size[1]))
-    grid = received.unflatten(1, (rows, -1))[:, None]
+    grid = received.unflatten(1, (rows, -1))[:, None]  # b 1 rows columns
     return F.interpolate(grid, tuple(size), mode="nearest").flatten(1)
 
 
 def hiera(block: Any, seen: AttentionMap, x: Tensor) -> Tensor:
     """Saliency of a block of Hiera, `b t d` in its own order: by mask units, or over all tokens."""
     received = seen.received()
-    return received if received.ndim == 2 else rearrange(received, "b w n -> b (n w)")
+    if received.ndim == 2:
+        return received
+    return rearrange(received, "b w n -> b (n w)")
 
 
-def _stages(blocks: str, geometry: Callable[..., Tensor], **more: Any) -> Adapter:
-    width = "block.attn.dim"
-    return Adapter(blocks=blocks, embed_dim=width, square_patches=True, geometry=geometry, **more)
+def _stages(blocks: str, geometry: Callable[..., Tensor], in_rows: bool = True) -> Adapter:
+    """Returns the adapter of one of timm's models whose stages have other widths."""
+    return Adapter(
+        blocks=blocks,
+        embed_dim="block.attn.dim",
+        square_patches=True,
+        in_rows=in_rows,
+        geometry=geometry,
+    )
 
 
 def _huggingface(name: str, blocks: str, prefix: int, reads_class_token: bool = True) -> Adapter:
+    """Returns the adapter of a model of transformers; `name`: of its backbone."""
     return Adapter(
         blocks=f"{name}.{blocks}",
         embed_dim="config.hidden_size",
@@ -100,7 +113,8 @@ def _huggingface(name: str, blocks: str, prefix: int, reads_class_token: bool = 
     )
 
 
-HF, STAGES = "transformers.models", "timm.models"
+HF = "transformers.models"
+TIMM = "timm.models"
 ADAPTERS = {  # models that work without an adapter of the user's
     "torchvision.models.vision_transformer.VisionTransformer": Adapter(
         blocks="encoder.layers",
@@ -115,17 +129,17 @@ ADAPTERS = {  # models that work without an adapter of the user's
     f"{HF}.dinov2.modeling_dinov2.Dinov2ForImageClassification": _huggingface(
         "dinov2", "encoder.layer", 1, reads_class_token=False
     ),
-    f"{STAGES}.swin_transformer.SwinTransformer": _stages("layers.*.blocks", swin),
-    f"{STAGES}.swin_transformer_v2.SwinTransformerV2": _stages("layers.*.blocks", swin),
-    f"{STAGES}.pvt_v2.PyramidVisionTransformerV2": _stages("stages.*.blocks", pvt_v2),
-    f"{STAGES}.hiera.Hiera": _stages("blocks", hiera, in_rows=False),
+    f"{TIMM}.swin_transformer.SwinTransformer": _stages("layers.*.blocks", swin),
+    f"{TIMM}.swin_transformer_v2.SwinTransformerV2": _stages("layers.*.blocks", swin),
+    f"{TIMM}.pvt_v2.PyramidVisionTransformerV2": _stages("stages.*.blocks", pvt_v2),
+    f"{TIMM}.hiera.Hiera": _stages("blocks", hiera, in_rows=False),
 }
 
 
 def adapter_of(model: Any) -> Adapter:
     """Returns the adapter of a known model class; that of timm's names for any other class."""
-    # fully_shard makes a class of its own
-    kind = next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
+    kinds = type(model).__mro__  # fully_shard puts classes of its own in front
+    kind = next(kind for kind in kinds if not kind.__name__.startswith("FSDP"))
     return ADAPTERS.get(f"{kind.__module__}.{kind.__name__}") or timm_adapter(model)
 
 
@@ -134,11 +148,13 @@ def timm_adapter(model: Any) -> Adapter:
     joins_later = hasattr(model, "blocks_token_only")  # CaiT's class token has blocks of its own
     prefix = 0 if joins_later else getattr(model, "num_prefix_tokens", 0)
     pools_token = getattr(model, "global_pool", None) == "token"
-    sides = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    patch_embed = getattr(model, "patch_embed", None)
+    patch_size = getattr(patch_embed, "patch_size", None)
+    is_square = not isinstance(patch_size, tuple) or len(set(patch_size)) == 1
     return Adapter(
         blocks="blocks",
         embed_dim="embed_dim",
-        square_patches=not isinstance(sides, tuple) or len({*sides}) == 1,
+        square_patches=is_square,
         num_prefix_tokens=prefix,
         reads_class_token=pools_token and prefix > 0 and has_class_token(model),
     )
@@ -158,33 +174,38 @@ def blocks_of(model: Any, adapter: Adapter | None = None) -> list[nn.Module]:
     if adapter is None:
         adapter = adapter_of(model)
         _check_timm(model, adapter)
-    blocks = [model]
+    modules = [model]
     for path in adapter.blocks.split(".*."):
-        stages, blocks = blocks, []
-        for stage in stages:
-            part = _follow(stage, path, "blocks")
-            if not isinstance(part, nn.Sequential | nn.ModuleList) or not len(part):
-                found = f"is {type(part).__name__}, needs a Sequential or ModuleList of blocks"
+        inside: list[nn.Module] = []
+        for module in modules:
+            sequence = _follow(module, path, "blocks")
+            if not isinstance(sequence, nn.Sequential | nn.ModuleList) or not len(sequence):
+                found = f"is {type(sequence).__name__}, needs a Sequential or ModuleList of blocks"
                 raise ValueError(f"Adapter.blocks={path!r}: {found}")
-            blocks += part
-    if len({id(block) for block in blocks}) < len(blocks):
+            inside += sequence
+        modules = inside
+    if len(set(modules)) < len(modules):
         raise ValueError(f"Adapter.blocks={adapter.blocks!r}: holds one block more than once")
-    return blocks
+    return modules
 
 
 def name_of(index: int, block: nn.Module) -> str:
+    """Returns the name of a block in messages."""
     return f"block {index} ({type(block).__name__})"
 
 
 def width_of(model: Any, block: nn.Module, adapter: Adapter) -> int:
     """Returns the width of the tokens that enter a block."""
-    width = told = adapter.embed_dim
-    if isinstance(told, str):
-        start = block if told.startswith("block.") else model
-        width = _follow(start, told.removeprefix("block."), "embed_dim")
+    path = adapter.embed_dim
+    if not isinstance(path, str):
+        width: Any = path
+    elif path.startswith("block."):
+        width = _follow(block, path.removeprefix("block."), "embed_dim")
+    else:
+        width = _follow(model, path, "embed_dim")
     if type(width) is not int:
         kind = type(model).__name__
-        raise ValueError(f"{kind}: Adapter.embed_dim={told!r} is not the path of an int")
+        raise ValueError(f"{kind}: Adapter.embed_dim={path!r} is not the path of an int")
     return width
 
 
@@ -209,37 +230,50 @@ def _follow(start: Any, path: str, field: str) -> Any:
 
 def _check_timm(model: Any, adapter: Adapter) -> None:
     """Raises ValueError if an adapter of the user's must say what this model's tokens are."""
-    name, kinds = type(model).__name__, type(model).__mro__
+    name = type(model).__name__
     if adapter.blocks == "blocks" and not hasattr(model, "blocks"):
         raise ValueError(f"{name} has no sequence named blocks; it needs an Adapter")
-    if any(kind.__module__.startswith("timm.") for kind in kinds):
-        own = {x for kind in kinds if not kind.__module__.startswith("timm.") for x in vars(kind)}
-        found = [x for x in DECIDING if x in own or x in vars(model)]
-        if getattr(model, "global_pool", None) == "":
-            found.append("way to pool (global_pool='')")
-    else:  # the names are its own
-        names = ("num_prefix_tokens", "blocks_token_only")
-        is_told = adapter.num_prefix_tokens or any(hasattr(model, x) for x in names)
-        found = [] if is_told or not has_class_token(model) else ["class token"]
-    if found:
+    own = _own_way(model, adapter)
+    if own is not None:
         must = "an Adapter must say num_prefix_tokens and reads_class_token"
-        raise ValueError(f"{name} has its own {found[0]}: {must}")
+        raise ValueError(f"{name} has its own {own}: {must}")
+
+
+def _own_way(model: Any, adapter: Adapter) -> str | None:
+    """Names what a model does its own way, so that timm's names do not tell its tokens."""
+    kinds = type(model).__mro__
+    foreign = [kind for kind in kinds if not kind.__module__.startswith("timm.")]
+    if len(foreign) < len(kinds):  # a model of timm's, or made from one
+        for name in DECIDING:
+            if name in vars(model) or any(name in vars(kind) for kind in foreign):
+                return name
+        if getattr(model, "global_pool", None) == "":
+            return "way to pool (global_pool='')"
+        return None
+    names_prefix = hasattr(model, "num_prefix_tokens") or hasattr(model, "blocks_token_only")
+    if names_prefix or adapter.num_prefix_tokens > 0 or not has_class_token(model):
+        return None
+    return "class token"
 
 
 def check_unwrapped(model: Any) -> None:
     """Raises ValueError if something else already holds the model."""
-    kind = type(model).__name__
-    for holds, reason in (
-        (hasattr(model, "_orig_mod"), "is already compiled: attach first, then compile the module"),
-        (isinstance(model, nn.DataParallel | DistributedDataParallel), "attach first, then wrap"),
-        (is_sharded(model), "is sharded by fully_shard: attach first, then shard"),
-        (hasattr(model, "scorenets"), "is already attached to"),
-    ):
-        if holds:
-            raise ValueError(f"{kind}: {reason}")
+    reason = None
+    if hasattr(model, "_orig_mod"):
+        reason = "is already compiled: attach first, then compile the module"
+    elif isinstance(model, nn.DataParallel | DistributedDataParallel):
+        reason = "attach first, then wrap"
+    elif isinstance(model, nn.Module) and is_sharded(model):
+        reason = "is sharded by fully_shard: attach first, then shard"
+    elif hasattr(model, "scorenets"):
+        reason = "is already attached to"
+    if reason is not None:
+        raise ValueError(f"{type(model).__name__}: {reason}")
 
 
-def is_sharded(model: Any) -> bool:
+def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP's `fully_shard` holds parameters of the model; imports nothing of it."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    return any(kind.__name__ == "FSDPModule" for x in modules for kind in type(x).__mro__)
+    for module in model.modules():
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            return True
+    return False

@@ -18,33 +18,6 @@ Forward = Callable[..., Any]  # of a module, which has arguments and output of i
 
 
 @dataclass(eq=False)
-class Plan:
-    """What passes do at a block."""
-
-    index: int
-    name: str
-    blocks: Sequence[nn.Module]  # this one and those behind it
-    adapter: Adapter
-    htm: HTM | None
-    detect: "Detector"  # HTM's
-    vtm: VTM | None
-    feeds: Mapping[int, VTM]  # the later layers of VTM, whose memory takes its tokens
-    reader: "Detector | None"  # what reads its map, and is proved to read it rightly
-
-    @property
-    def block(self) -> nn.Module:
-        return self.blocks[0]
-
-
-@dataclass(eq=False)
-class Memory:
-    """Tokens of earlier blocks, which become keys and values of a later one (Eq. 13)."""
-
-    tokens: list[Tensor] = field(default_factory=list)  # of each source, b kappa d
-    places: list[Tensor] = field(default_factory=list)  # theirs in 0..n-1, b kappa
-
-
-@dataclass(eq=False)
 class BlockInput:
     """What enters a block in one pass: that from which a detector computes saliency, `b t`."""
 
@@ -58,27 +31,66 @@ class BlockInput:
     watched: list[str] = field(default_factory=list)  # the blocks whose map was asked for
 
     @property
+    def tokens(self) -> Tensor:
+        """As the block gets them: `b n d` or `b rows columns d`."""
+        tokens: Tensor = self.args[0]
+        return tokens
+
+    @property
     def num_tokens(self) -> int:
         """The number of the tokens, with prefix."""
-        return self.args[0].shape[1:-1].numel()
+        return self.tokens.shape[1:-1].numel()
 
     def with_tokens(self, x: Tensor) -> "BlockInput":
         """Returns the same for other tokens: `b n d`, or as those that it has."""
-        return replace(self, args=(x.view(self.args[0].shape), *self.args[1:]))
+        return replace(self, args=(x.view(self.tokens.shape), *self.args[1:]))
 
-    def watching(self, **what: Any) -> Watching:
+    def watching(self, keeps_map: bool = True, only_map: bool = False) -> Watching:
         """Returns what sees the map that the block computes on these tokens."""
-        any_shape = self.adapter.geometry is not None
         self.watched.append(self.name)
-        return Watching(self.name, len(self.args[0]), self.num_tokens, any_shape, **what)
+        return Watching(
+            name=self.name,
+            b=len(self.tokens),
+            n=self.num_tokens,
+            any_shape=self.adapter.geometry is not None,
+            keeps_map=keeps_map,
+            only_map=only_map,
+        )
 
 
 Detector = Callable[[BlockInput], Tensor]  # saliency, b t
 
 
+@dataclass(eq=False)
+class Plan:
+    """What passes do at a block."""
+
+    index: int
+    name: str
+    blocks: Sequence[nn.Module]  # this one and those behind it
+    adapter: Adapter
+    htm: HTM | None
+    detect: Detector  # HTM's
+    vtm: VTM | None
+    feeds: Mapping[int, VTM]  # the later layers of VTM, whose memory takes its tokens
+    reader: Detector | None  # what reads its map, and is proved to read it rightly
+
+    @property
+    def block(self) -> nn.Module:
+        return self.blocks[0]
+
+
+@dataclass(eq=False)
+class Memory:
+    """Tokens of earlier blocks, which become keys and values of a later one (Eq. 13)."""
+
+    tokens: list[Tensor] = field(default_factory=list)  # of each source, b kappa d
+    indices: list[Tensor] = field(default_factory=list)  # theirs in 0..n-1, b kappa
+
+
 def check_tokens(plan: Plan, args: tuple[Any, ...], b: int, width: int | None = None) -> None:
     """Raises ValueError unless the first argument of a block is tokens."""
-    x = next(iter(args), None)
+    x = args[0] if args else None
     shape = list(x.shape) if isinstance(x, Tensor) else []
     is_map = len(shape) == 4 and plan.vtm is None  # of rows and columns
     are_tokens = (len(shape) == 3 or is_map) and shape[0] == b
@@ -89,36 +101,45 @@ def check_tokens(plan: Plan, args: tuple[Any, ...], b: int, width: int | None = 
 
 
 def run_watched(
-    forward: Forward, entry: BlockInput, memory: Memory | None = None, **what: Any
+    forward: Forward,
+    entry: BlockInput,
+    memory: Memory | None = None,
+    keeps_map: bool = True,
+    hides_memory: bool = False,
 ) -> tuple[Any, Watching]:
     """Runs a block on its own tokens and those of a memory; the latter ask nothing (watch.py).
 
     Returns its output for all of them, and what has seen its map.
     """
-    watching, args, kwargs = entry.watching(**what), entry.args, entry.kwargs
+    watching = entry.watching(keeps_map)
+    args = entry.args
+    kwargs = entry.kwargs
     if memory is not None:
-        watching.memory = torch.cat(memory.places, dim=1)
-        tokens = torch.cat([args[0], *memory.tokens], dim=1)
-        args = (tokens, *args[1:])
-        kwargs = _with_rope(kwargs, watching.memory, entry.adapter.num_prefix_tokens)
+        indices = torch.cat(memory.indices, dim=1)
+        watching.memory_indices = indices
+        watching.hides_memory = hides_memory
+        args = (torch.cat([entry.tokens, *memory.tokens], dim=1), *args[1:])
+        if kwargs.get("rope") is not None:
+            rope = _rope_of_all(kwargs["rope"], indices, entry.adapter.num_prefix_tokens)
+            kwargs = {**kwargs, "rope": rope}
     with watching:
         out = forward(*args, **kwargs)
     return out, watching
 
 
-def _with_rope(kwargs: Mapping[str, Any], places: Tensor, prefix: int) -> Mapping[str, Any]:
-    """Appends the rotary positions of a memory, `b m` in 0..n-1, to a block's argument `rope`.
+def _rope_of_all(rope: Tensor, indices: Tensor, prefix: int) -> Tensor:
+    """Appends the rotary positions of a memory, whose tokens are the `indices`, `b m`, of the n.
 
-    It has sines, then cosines, of each spatial token, `.. t 2e`; the prefix is not rotated.
+    `rope`: sines, then cosines, of each spatial token, `.. t 2e`; the prefix is not rotated.
+    Returns `b h|1 t+m 2e`.
     """
-    rope = kwargs.get("rope")
-    if rope is None:
-        return kwargs
-    rope = rope[(None,) * (4 - rope.ndim)].expand(len(places), -1, -1, -1)
-    still = rope.new_zeros(*rope.shape[:2], prefix, rope.shape[3])
-    still.chunk(2, dim=-1)[1].fill_(1)  # sine 0, cosine 1
-    of_memory = torch.cat([still, rope], dim=2).take_along_dim(places[:, None, :, None], dim=2)
-    return {**kwargs, "rope": torch.cat([rope, of_memory], dim=2)}
+    rope = rope[(None,) * (4 - rope.ndim)].expand(len(indices), -1, -1, -1)
+    of_prefix = rope.new_zeros(*rope.shape[:2], prefix, rope.shape[3])
+    _, cosines = of_prefix.chunk(2, dim=-1)
+    cosines.fill_(1)
+    of_tokens = torch.cat([of_prefix, rope], dim=2)
+    of_memory = of_tokens.take_along_dim(indices[:, None, :, None], dim=2)
+    return torch.cat([rope, of_memory], dim=2)
 
 
 def tokens_of(entry: BlockInput, out: Any, total: int) -> Tensor:

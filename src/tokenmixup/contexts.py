@@ -1,4 +1,4 @@
-"""Other behaviour of stock modules for a while."""
+"""Evaluation mode, no autocast and generators of one's own, for a while."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,7 +22,9 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Disables autocast. On a meta device, which has none, does nothing."""
-    return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
+    if device_type == "meta":
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What `attach` does to a transformer, without editing it: HTM, VTM and manifold mixup.
 
-During a training pass another function stands in for `forward` of the modules in brackets. What a
-block consists of is nobody's business: its attention map is seen while the block computes it (see
+During a training pass another function stands in for `forward` of the modules in brackets. It does
+not matter what a block consists of: its attention map is seen while the block computes it (see
 `watch.py`), and VTM is the block on n + m tokens, cut to n. Evaluation is the plain model, bit for
 bit.
 
@@ -50,7 +50,7 @@ from tokenmixup.adapters import (
 )
 from tokenmixup.block import Forward, Plan
 from tokenmixup.contexts import evaluating
-from tokenmixup.horizontal import PAPER, Rules
+from tokenmixup.horizontal import PAPER
 from tokenmixup.manifold import ManifoldMix, draw_manifold_mix
 from tokenmixup.output import LayerMix, Output
 from tokenmixup.passes import Pass, run_in_pass
@@ -62,14 +62,14 @@ from tokenmixup.settings import HTM, VTM, ManifoldMixup, built
 
 OWN_ROPE = ("rope_mixed", "rope_is_mixed")  # of timm's models: positions of each block's own
 SUM_ROUNDING = 0.01  # of the sum of 1,000 smoothed probabilities in bfloat16
-Forwards = list[tuple[nn.Module, Forward | None]]  # None: that of the class
 
 
-class StandIns(NamedTuple):
-    """What runs in the place of `forward` during a pass."""
+class Part(NamedTuple):
+    """A module whose `forward` is replaced during a pass."""
 
-    of: Any = None  # the modules and plans, and their own `forward`
-    forwards: Sequence[Forward] = ()
+    module: nn.Module
+    plan: Plan | None  # of a block that something touches
+    before: Forward | None  # what the instance had as `forward`; None: that of its class
 
 
 class TokenMixup(nn.Module):
@@ -102,20 +102,27 @@ class TokenMixup(nn.Module):
         super().__init__()
         if type(num_classes) is not int or num_classes < 1:
             raise ValueError(f"num_classes={num_classes!r}: must be an int, 1 or more")
+        self.model = model
+        self.num_classes = num_classes
         self.htm = built(HTM, htm)
-        if self.htm is not None:
-            self.htm = self.htm.for_classes(num_classes)
         self.vtm = built(VTM, vtm)
         self.manifold_mixup = built(ManifoldMixup, manifold_mixup)
-        self.model, self.num_classes = model, num_classes
         self.checkpoint_blocks = checkpoint_blocks
-        self.rules: Rules = PAPER if self.htm is None else rules_of(self.htm)
-        self.detect: Detector = by_attention if self.htm is None else detector_of(self.htm)
-        self._told_adapter, self._own_detect = adapter, self.detect
+        self.rules = PAPER
+        self.detect: Detector = by_attention
         # What mixes in training, by layer; nothing after `stop_mixing`.
-        self._htm: dict[int, HTM] = {} if self.htm is None else self.htm.each
-        self._vtm: dict[int, VTM] = {} if self.vtm is None else self.vtm.each
+        self._htm: dict[int, HTM] = {}
+        self._vtm: dict[int, VTM] = {}
         self._manifold = self.manifold_mixup
+        if self.htm is not None:
+            self.htm = self.htm.for_classes(num_classes)
+            self.rules = rules_of(self.htm)
+            self.detect = detector_of(self.htm)
+            self._htm = self.htm.each
+        if self.vtm is not None:
+            self._vtm = self.vtm.each
+        self._given_adapter = adapter
+        self._configured_detect = self.detect
         self._running: list[Pass] = []  # the pass that runs, if one does; stand-ins share the list
         self._forget()
         if self._touches() or checkpoint_blocks:
@@ -124,19 +131,20 @@ class TokenMixup(nn.Module):
         self.scorenets = nn.ModuleDict({str(x): self._new_scorenet(x) for x in self._htm})
 
     def _forget(self) -> None:
-        """Forgets what has been found out about the model."""
-        self.adapter = self._told_adapter or adapter_of(self.model)
+        """Forgets what has been learned about the model."""
+        self.adapter = self._given_adapter or adapter_of(self.model)
         self._blocks: list[nn.Module] = []
         self._plans: dict[int, Plan] = {}  # of the blocks that must run
         self._looked_at: list[Any] = []
         self._proofs = Proofs()
-        self._stand_ins = StandIns()
+        self._parts: list[Part] = []
+        self._stand_ins: list[Forward] = []  # of the parts
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy finds out for itself."""
-        kept = dict(vars(self))
-        kept.update(_plans={}, _looked_at=[], _proofs=Proofs(), _stand_ins=StandIns())
-        return kept
+        """A copy learns for itself."""
+        state = dict(vars(self))
+        state.update(_plans={}, _looked_at=[], _proofs=Proofs(), _parts=[], _stand_ins=[])
+        return state
 
     def _touches(self) -> list[int]:
         """Returns the indices of the blocks that something touches, in order."""
@@ -167,18 +175,20 @@ class TokenMixup(nn.Module):
         """Checks the batch, draws what is drawn for it as a whole, and runs the pass."""
         if not self.training:
             return logits_of(self.model(images))
-        before, pixels, manifold = self._begin(images, targets)
+        parts, pixels, manifold = self._begin(images, targets)
         assert targets is not None, "or the batch was refused"
         try:
             # Compiled, its backward pass is without autocast, as an eager one: ScoreNet's is exact.
             with config.patch("backward_pass_autocast", "off"):
                 return self._run(images, targets, pixels, manifold)
         except FloatingPointError as error:
-            bad = (~images.flatten(1).isfinite().all(dim=1)).nonzero().flatten().tolist()
-            told = f"images{bad}: not finite; {error}" if bad else str(error)
-            raise FloatingPointError(told) from error
+            are_finite = images.flatten(1).isfinite().all(dim=1)
+            bad = (~are_finite).nonzero().flatten().tolist()
+            if not bad:
+                raise
+            raise FloatingPointError(f"images{bad}: not finite; {error}") from error
         finally:
-            put_back(before)
+            put_back(parts)
 
     def _run(
         self, images: Tensor, targets: Tensor, pixels: Tensor | None, manifold: ManifoldMix | None
@@ -197,16 +207,16 @@ class TokenMixup(nn.Module):
             logits = logits_of(self.model(images))
         finally:
             self._running.clear()
-        return state.output(logits, 0.0 if self.htm is None else self.htm.score_loss_weight)
+        score_loss_weight = 0.0 if self.htm is None else self.htm.score_loss_weight
+        return state.output(logits, score_loss_weight)
 
     @torch.compiler.disable
     def _begin(
         self, images: Tensor, targets: Any
-    ) -> tuple[Forwards, Tensor | None, ManifoldMix | None]:
-        """Puts the stand-ins of a pass in their places, once its batch is checked.
+    ) -> tuple[list[Part], Tensor | None, ManifoldMix | None]:
+        """Lets the stand-ins of a pass take over, once its batch is checked.
 
-        Returns the `forward` of each module that it replaced, the input gradient, `b h w`, and
-        manifold mixup's draws.
+        Returns the modules that have one, the input gradient, `b h w`, and manifold mixup's draws.
         """
         if getattr(self, "_is_replica", False):
             raise ValueError("TokenMixup trains under DistributedDataParallel, not DataParallel")
@@ -214,36 +224,43 @@ class TokenMixup(nn.Module):
         if self._touches() or self.checkpoint_blocks:
             self._look_up()
             self._proofs.prove(self.model, self._plans, images)
-        pixels, manifold = self._input_gradient(images, targets), None
+        pixels = self._input_gradient(images, targets)
+        manifold = None
         if self._manifold is not None:
             manifold = draw_manifold_mix(self._manifold, images)
         return self._put_stand_ins(), pixels, manifold
 
     def _look_up(self) -> None:
-        """Finds the blocks as they are now. Raises ValueError if they cannot serve."""
-        adapter = self._told_adapter or adapter_of(self.model)
-        blocks = blocks_of(self.model, self._told_adapter)
+        """Plans for the blocks as they are now. Raises ValueError if they cannot serve."""
+        adapter = self._given_adapter or adapter_of(self.model)
+        blocks = blocks_of(self.model, self._given_adapter)
         settings = [adapter, self._htm, self._vtm, self._manifold, self.detect]
-        parts = [self.model, *blocks]
-        kinds = [type(part) for part in (self, *parts)]  # which FSDP changes
-        looked_at = settings + parts + kinds
+        modules = [self.model, *blocks]
+        kinds = [type(self), *map(type, modules)]  # which FSDP changes
+        looked_at = settings + modules + kinds
         if looked_at == self._looked_at:  # a compiler asks for the same plans
             return
         self._check_layers(blocks)
         self._check_needs(adapter)
-        if len({width_of(self.model, blocks[layer], adapter) for layer in self._htm}) > 1:
-            stage = f"must lie in one stage of {type(self.model).__name__}"
-            raise ValueError(f"htm.layer={list(self._htm)}: {stage}")
-        self.adapter, self._blocks = adapter, blocks
+        widths = {width_of(self.model, blocks[layer], adapter) for layer in self._htm}
+        if len(widths) > 1:
+            must = f"must lie in one stage of {type(self.model).__name__}"
+            raise ValueError(f"htm.layer={list(self._htm)}: {must}")
+        self.adapter = adapter
+        self._blocks = blocks
         self._plans = {index: self._plan(index) for index in self._touches()}
         self._proofs.forget_others(self._plans)
         self._looked_at = looked_at
 
     def _plan(self, index: int) -> Plan:
-        htm, vtm = self._htm.get(index), self._vtm.get(index)
+        htm = self._htm.get(index)
+        vtm = self._vtm.get(index)
         feeds = {layer: later for layer, later in self._vtm.items() if layer > index}
-        reader: Detector | None = by_attention if feeds or vtm is not None else None
-        if htm is not None and self.detect is self._own_detect and self.detect is not by_gradient:
+        reader: Detector | None = None
+        if feeds or vtm is not None:
+            reader = by_attention
+        is_known = self.detect is self._configured_detect  # a user's own is not proved
+        if htm is not None and is_known and self.detect is not by_gradient:
             reader = self.detect
         return Plan(
             index=index,
@@ -262,9 +279,8 @@ class TokenMixup(nn.Module):
         layers = {"htm.layer": list(self._htm), "vtm.layer": list(self._vtm)}
         if self._manifold is not None:
             layers["manifold_mixup.layers"] = list(self._manifold.layers)
-        layers["htm.layer + htm.rollout_steps"] = [
-            layer + htm.rollout_steps for layer, htm in self._htm.items()
-        ]
+        rolled = [layer + htm.rollout_steps for layer, htm in self._htm.items()]
+        layers["htm.layer + htm.rollout_steps"] = rolled
         for key, asked in layers.items():
             last = max(asked, default=0)
             if last >= len(blocks):
@@ -274,31 +290,31 @@ class TokenMixup(nn.Module):
     def _check_needs(self, adapter: Adapter) -> None:
         """Raises ValueError for a setting that the blocks cannot serve."""
 
-        def need(key: str, what: str, is_met: bool) -> None:
-            if not is_met:
-                kind = type(self.model).__name__
-                raise ValueError(f"{key}: needs {what}, which {kind} does not have")
-
-        over_all, token = "attention over all tokens", "a class token in the blocks"
+        kind = type(self.model).__name__
+        is_whole = not is_sharded(self)  # FSDP gathers parameters for one pass
         prefix = adapter.num_prefix_tokens
         has_token = adapter.reads_class_token or (prefix > 0 and has_class_token(self.model))
+
+        def need(key: str, needed: str, is_met: bool) -> None:
+            if not is_met:
+                raise ValueError(f"{key}: needs {needed}, which {kind} does not have")
+
         for layer, vtm in self._vtm.items():
-            need(f"vtm.layer={layer}", over_all, adapter.attends_to_all)
+            need(f"vtm.layer={layer}", "attention over all tokens", adapter.attends_to_all)
             if vtm.class_token_offset == "published":
-                need("vtm.class_token_offset=published", token, has_token)
+                need("vtm.class_token_offset=published", "a class token in the blocks", has_token)
         for htm in self._htm.values():
             if htm.pooling == "class_token":
-                need("htm.pooling=class_token", token, has_token)
+                need("htm.pooling=class_token", "a class token in the blocks", has_token)
             if htm.detector == "gradient":
                 need("htm.detector=gradient", "tokens row by row", adapter.in_rows)
-                need("htm.detector=gradient", "parameters without FSDP", not is_sharded(self))
+                need("htm.detector=gradient", "parameters without FSDP", is_whole)
             if htm.rollout_steps:
                 rolls = f"htm.rollout_steps={htm.rollout_steps}"
                 shares_rope = not any(getattr(self.model, name, False) for name in OWN_ROPE)
-                need(rolls, over_all, adapter.attends_to_all)
+                need(rolls, "attention over all tokens", adapter.attends_to_all)
                 need(rolls, "blocks that share their rotary positions", shares_rope)
-                # it gathers them for one pass
-                need(rolls, "parameters without FSDP", not is_sharded(self))
+                need(rolls, "parameters without FSDP", is_whole)
 
     def _input_gradient(self, images: Tensor, targets: Tensor) -> Tensor | None:
         """Returns the input gradient if HTM takes it."""
@@ -309,38 +325,35 @@ class TokenMixup(nn.Module):
             exact = images.to(next(self.model.parameters()).dtype)  # autocast is off there
             return input_gradient(lambda x: logits_of(self.model(x)), exact, targets)
 
-    def _put_stand_ins(self) -> Forwards:
-        """Replaces `forward` of the modules that a pass goes through. Returns what was there."""
-        parts = self._parts()
-        before = [(module, vars(module).get("forward")) for module, _ in parts]
-        if self._stand_ins.of != (parts, before):  # else the same, which a compiler asks for
-            made = [
-                self._stand_in(*part, own) for part, (_, own) in zip(parts, before, strict=True)
-            ]
-            self._stand_ins = StandIns((parts, before), made)
-        for (module, _), forward in zip(parts, self._stand_ins.forwards, strict=True):
-            vars(module)["forward"] = forward
-        return before
-
-    def _parts(self) -> list[tuple[nn.Module, Plan | None]]:
-        """Returns the modules that a pass goes through, with the plans of those that must run."""
-        parts = list[tuple[nn.Module, Plan | None]]()
-        embedding = patch_embed_of(self.model, self.adapter) if self._plans else None
-        if embedding is not None:
-            parts.append((embedding, None))
-        for index, block in enumerate(self._blocks):
-            if index in self._plans or self.checkpoint_blocks:
-                parts.append((block, self._plans.get(index)))
+    def _put_stand_ins(self) -> list[Part]:
+        """Replaces `forward` of the modules that a pass goes through, which it returns."""
+        parts = self._list_parts()
+        if parts != self._parts:  # else the same stand-ins, which a compiler asks for
+            self._parts = parts
+            self._stand_ins = [self._stand_in(part) for part in parts]
+        for part, stand_in in zip(parts, self._stand_ins, strict=True):
+            vars(part.module)["forward"] = stand_in
         return parts
 
-    def _stand_in(self, module: nn.Module, plan: Plan | None, own: Forward | None) -> Forward:
-        """Returns what runs in the place of a module's `forward`; `own`: that of the instance."""
-        forward = own or partial(forward_of_class, module)
-        if plan is not None:
-            return partial(run_in_pass, self._running, Pass.run_block, plan, forward)
-        if module in self._blocks:  # that nothing touches
+    def _list_parts(self) -> list[Part]:
+        """Returns the modules that a pass goes through: embedding, then blocks."""
+        parts = []
+        embedding = patch_embed_of(self.model, self.adapter) if self._plans else None
+        if embedding is not None:
+            parts.append(Part(embedding, None, vars(embedding).get("forward")))
+        for index, block in enumerate(self._blocks):
+            if index in self._plans or self.checkpoint_blocks:
+                parts.append(Part(block, self._plans.get(index), vars(block).get("forward")))
+        return parts
+
+    def _stand_in(self, part: Part) -> Forward:
+        """Returns what runs instead of a module's `forward`."""
+        forward = part.before or partial(forward_of_class, part.module)
+        if part.plan is not None:
+            return partial(run_in_pass, self._running, Pass.run_block, part.plan, forward)
+        if part.module in self._blocks:  # that nothing touches
             return partial(checkpoint, forward, use_reentrant=False)
-        return partial(run_in_pass, self._running, Pass.embed, module, forward)
+        return partial(run_in_pass, self._running, Pass.embed, part.module, forward)
 
     def stop_mixing(self) -> None:
         """Disables all mixing in training for good and freezes the ScoreNets.
@@ -359,9 +372,11 @@ class TokenMixup(nn.Module):
         Runs the model in its current mode: training mode has dropout and updates running
         statistics. Raises the errors of a training pass.
         """
-        mode, self.training = self.training, True  # of this module alone
+        mode = self.training
+        self.training = True  # of this module alone
         try:
-            return next(iter(self.forward(images, targets).layers), None)
+            layers = self.forward(images, targets).layers
+            return layers[0] if layers else None
         finally:
             self.training = mode
 
@@ -381,12 +396,12 @@ class TokenMixup(nn.Module):
 
         Raises AttributeError if the model has none, so that timm sees none.
         """
-        own: Any = self.model.group_matcher
+        matcher: Any = self.model.group_matcher
 
         def match(coarse: bool = False) -> Callable[[str], int]:
             from timm.models import group_parameters  # timm alone calls this
 
-            groups = group_parameters(self.model, own(coarse=coarse), reverse=True)
+            groups = group_parameters(self.model, matcher(coarse=coarse), reverse=True)
             last = max(groups.values())
             return lambda name: groups.get(name.removeprefix("model."), last)
 
@@ -402,12 +417,12 @@ def forward_of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 @torch.compiler.disable
-def put_back(forwards: Forwards) -> None:
+def put_back(parts: Sequence[Part]) -> None:
     """Takes the stand-ins away, whatever has become of them."""
-    for module, forward in forwards:
-        vars(module).pop("forward", None)
-        if forward is not None:
-            vars(module)["forward"] = forward
+    for part in parts:
+        vars(part.module).pop("forward", None)
+        if part.before is not None:
+            vars(part.module)["forward"] = part.before
 
 
 def check_batch(images: Any, targets: Any, num_classes: int) -> None:
@@ -426,14 +441,19 @@ def check_batch(images: Any, targets: Any, num_classes: int) -> None:
         raise ValueError(f"targets {found}: {must}, such as F.one_hot(classes, c)")
     if targets.device.type != "cpu":  # looking would wait for it
         return
-    close = (targets.sum(dim=1, dtype=torch.float32) - 1).abs() < SUM_ROUNDING  # false for nan
-    if not (good := close & (targets >= 0).all(dim=1)).all():
-        row = int(good.int().argmin())
-        total, least = (float(x) for x in (targets[row].sum(), targets[row].min()))
+    sums = targets.sum(dim=1, dtype=torch.float32)
+    sums_to_1 = (sums - 1).abs() < SUM_ROUNDING  # false for nan
+    are_good = sums_to_1 & (targets >= 0).all(dim=1)
+    if not are_good.all():
+        row = int(are_good.int().argmin())
+        total = float(targets[row].sum())
+        least = float(targets[row].min())
         must = "must be probabilities, which are >= 0 and sum to 1"
         raise ValueError(f"targets[{row}]: {must}; sum {total:g}, lowest value {least:g}")
 
 
 def logits_of(out: Any) -> Any:
     """Returns the logits of what a model returns, such as an output of transformers."""
-    return out if isinstance(out, Tensor) else getattr(out, "logits", out)
+    if isinstance(out, Tensor):
+        return out
+    return getattr(out, "logits", out)

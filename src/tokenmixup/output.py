@@ -86,8 +86,8 @@ def output_of(
     sums = _sums(is_easy, mask, gain, difficulty)
     if len(layers) > 1:
         for mix in layers:
-            own = _sums(mix.is_easy, mix.mask, mix.gain, [mix.difficulty.detach()])
-            sums |= {f"{name}/{mix.layer}": stat for name, stat in own.items()}
+            of_layer = _sums(mix.is_easy, mix.mask, mix.gain, [mix.difficulty.detach()])
+            sums |= {f"{name}/{mix.layer}": stat for name, stat in of_layer.items()}
     return Output(
         logits=logits,
         targets=targets,
@@ -106,7 +106,7 @@ def _sums(
 ) -> dict[str, Stat]:
     mixed = is_easy.sum(dtype=torch.float32)
     replaced = mask.sum(dtype=torch.float32)
-    nats = difficulty[0] if len(difficulty) == 1 else torch.cat([*difficulty])
+    nats = difficulty[0] if len(difficulty) == 1 else torch.cat(list(difficulty))
     return {
         "mixed_samples": Stat(mixed),
         "mixed_tokens": Stat(replaced, mixed),
@@ -128,7 +128,8 @@ def training_loss(output: Output, score_loss_weight: float | None = None) -> Ten
     """Returns cross-entropy(logits, mixed targets) + lambda x ScoreNet's loss, at least in float32.
 
     `score_loss_weight`: lambda, by default `HTM.score_loss_weight`, whose default is the published
-    code's. The paper trains both jointly (Section 3.1) without giving lambda.
+    code's. The paper trains both jointly (Section 3.1) without giving lambda. Returns a scalar.
+    Raises TypeError for logits, which a module in evaluation mode returns.
     """
     if not isinstance(output, Output):
         raise TypeError(

@@ -3,13 +3,14 @@
 Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes, m memory, h w image.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from tokenmixup.attention import AttentionMap
 from tokenmixup.block import (
     BlockInput,
     Forward,
@@ -26,9 +27,9 @@ from tokenmixup.output import LayerMix, Output, output_of
 from tokenmixup.prove import Proofs
 from tokenmixup.rules import ORDERS
 from tokenmixup.saliency import by_attention, saliency_by
-from tokenmixup.scorenet import difficulty
+from tokenmixup.scorenet import ScoreNet, difficulty
 from tokenmixup.vertical import INDICES
-from tokenmixup.watch import OWN_CHECKPOINTING, AttentionMap, graph_now
+from tokenmixup.watch import OWN_CHECKPOINTING, Recording, recording_now
 
 
 @dataclass(eq=False)
@@ -48,23 +49,35 @@ class Pass:
     entered: list[int] = field(default_factory=list)
     memories: dict[int, Memory] = field(default_factory=dict)  # by layer of VTM
     layers: list[LayerMix] = field(default_factory=list)
-    graph: Any = field(default_factory=graph_now)
+    recording: Recording = field(default_factory=recording_now)
 
     def run_block(self, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs a block on what manifold mixup, HTM and VTM make of its input."""
         entry = self._enter(plan, args, kwargs)
-        entry, saliency = self._mix(plan, entry)
-        out, seen = self._attend(plan, forward, entry, keeps_map=saliency is None)
-        self._remember(plan, entry, saliency, seen)
+        entry, vtm_saliency = self._mix(plan, entry)
+        keeps_map = bool(plan.feeds) and vtm_saliency is None
+        out, seen = self._attend(plan, forward, entry, keeps_map)
+        self._remember(plan, entry, vtm_saliency, seen)
         return out
 
     def _enter(self, plan: Plan, args: tuple[Any, ...], kwargs: Any) -> BlockInput:
         """Returns what enters a block: tokens, by manifold mixup if this layer is drawn."""
         self._check_order(plan)
-        check_tokens(plan, args, len(self.targets), self._width_at(plan))
+        width = None if plan.htm is None else self._scorenet(plan).head.in_features
+        check_tokens(plan, args, len(self.targets), width)
         x: Tensor = args[0]
-        grid = (x.shape[1], x.shape[2]) if x.ndim == 4 else self.grid
-        entry = BlockInput(args, kwargs, plan.adapter, plan.blocks, plan.name, self.pixels, grid)
+        grid = self.grid
+        if x.ndim == 4:
+            grid = (x.shape[1], x.shape[2])
+        entry = BlockInput(
+            args=args,
+            kwargs=kwargs,
+            adapter=plan.adapter,
+            blocks=plan.blocks,
+            name=plan.name,
+            pixels=self.pixels,
+            grid=grid,
+        )
         self._check_count(plan, entry.num_tokens)
         self.is_detecting = True
         self.proofs.check(plan, entry)
@@ -74,18 +87,14 @@ class Pass:
         self.targets = self.manifold(self.targets)
         return entry.with_tokens(self.manifold(x))
 
-    def _width_at(self, plan: Plan) -> int | None:
-        """Returns the width that ScoreNet reads."""
-        if plan.htm is None:
-            return None
-        scorenet: Any = self.scorenets[str(plan.index)]
-        return scorenet.head.in_features
+    def _scorenet(self, plan: Plan) -> ScoreNet:
+        return cast(ScoreNet, self.scorenets[str(plan.index)])
 
     def _check_order(self, plan: Plan) -> None:
         """Raises ValueError for a block that runs again."""
         if any(plan.index <= other for other in self.entered):
             raise ValueError(f"{plan.name} runs again: must run once in a forward pass, in order")
-        if self.graph != graph_now():
+        if self.recording != recording_now():
             raise ValueError(f"{plan.name} {OWN_CHECKPOINTING}")
         self.entered.append(plan.index)
 
@@ -104,19 +113,25 @@ class Pass:
     def _mix(self, plan: Plan, entry: BlockInput) -> tuple[BlockInput, Tensor | None]:
         """Mixes tokens and targets by Algorithm 1 at a layer of HTM.
 
-        Returns what enters then and, of a source of VTM, its saliency by the block's own attention.
+        Returns what enters then and, of a source of VTM, the saliency by which VTM chooses from it.
         """
         htm = plan.htm
         if htm is None:
             return entry, None
-        prefix = plan.adapter.num_prefix_tokens
-        x = entry.args[0].flatten(1, -2)
-        score_logits = self.scorenets[str(plan.index)](x, prefix)
+        x = entry.tokens.flatten(1, -2)  # b n d
+        score_logits = self._scorenet(plan)(x, plan.adapter.num_prefix_tokens)
         nats = difficulty(score_logits, self.targets, htm.difficulty)
-        saliency, own = self._detect(plan, entry)
-        tau, rho = cast(float, htm.tau), htm.rho_for(saliency.shape[1])
-        mix = mix_horizontal(x, self.targets, saliency, nats, tau, rho, self.rules)
-        done = LayerMix(
+        saliency, vtm_saliency = self._detect(plan, entry)
+        mix = mix_horizontal(
+            tokens=x,
+            targets=self.targets,
+            saliency=saliency,
+            difficulty=nats,
+            tau=cast(float, htm.tau),
+            rho=htm.rho_for(saliency.shape[1]),
+            rules=self.rules,
+        )
+        layer = LayerMix(
             layer=plan.index,
             score_logits=score_logits,
             difficulty=nats,
@@ -127,28 +142,30 @@ class Pass:
             donor=mix.donor,
             keep_ratio=mix.keep_ratio,
         )
-        self.layers.append(done)
-        if own is not None and htm.order == "in_place":
-            own = torch.where(mix.mask, own[mix.donor], own)
+        self.layers.append(layer)
+        if vtm_saliency is not None and htm.order == "in_place":
+            vtm_saliency = torch.where(mix.mask, vtm_saliency[mix.donor], vtm_saliency)
         mix = ORDERS[htm.order](mix)
         self.targets = mix.targets
-        return entry.with_tokens(mix.tokens), own
+        return entry.with_tokens(mix.tokens), vtm_saliency
 
     def _detect(self, plan: Plan, entry: BlockInput) -> tuple[Tensor, Tensor | None]:
         """Returns HTM's saliency, `b t`, and of a source of VTM that by the block's attention."""
         self.is_detecting = True
-        saliency, own = plan.detect(entry), None
+        saliency = plan.detect(entry)
+        vtm_saliency = None
         if plan.feeds and plan.detect is by_attention:
-            own = saliency
+            vtm_saliency = saliency
         elif plan.feeds:
-            own = by_attention(entry)
+            vtm_saliency = by_attention(entry)
         self.is_detecting = False
         t = entry.num_tokens - plan.adapter.num_prefix_tokens
-        found, expected = list(saliency.shape), [len(self.targets), t]
+        found = list(saliency.shape)
+        expected = [len(self.targets), t]
         if found != expected:
             must = f"must be samples x spatial tokens, {expected}"
             raise ValueError(f"htm.detector returns {found}, {must}")
-        return saliency, own
+        return saliency, vtm_saliency
 
     def _attend(
         self, plan: Plan, forward: Forward, entry: BlockInput, keeps_map: bool
@@ -158,14 +175,14 @@ class Pass:
         A detector has left at the first map; only a whole run shows that there is no second.
         """
         memory = self.memories.get(plan.index)
-        needs_map = bool(plan.feeds or entry.watched) or memory is not None
-        if not needs_map or plan.adapter.saliency is not None:
+        is_read = bool(plan.feeds or entry.watched) or memory is not None
+        if not is_read or plan.adapter.saliency is not None:
             out = forward(*entry.args, **entry.kwargs)
             tokens_of(entry, out, entry.num_tokens)
             return out, None
-        keeps_map = keeps_map and bool(plan.feeds)
-        out, watching = run_watched(forward, entry, memory, keeps_map=keeps_map)
-        seen, tokens = watching.checked(), tokens_of(entry, out, watching.total())
+        out, watching = run_watched(forward, entry, memory, keeps_map)
+        seen = watching.checked()
+        tokens = tokens_of(entry, out, watching.total())
         if memory is not None:
             own = tokens[:, : watching.n].clone()  # of a view FSDP could lose its hook
             out = with_tokens_of(out, own)
@@ -182,14 +199,13 @@ class Pass:
             saliency = saliency_by(seen, entry)
         for layer, vtm in plan.feeds.items():
             choose = INDICES[vtm.class_token_offset]
-            kappa = cast(int, vtm.kappa)
-            places = choose(saliency, kappa, plan.adapter.num_prefix_tokens)
-            x = entry.args[0].flatten(1, -2)
+            indices = choose(saliency, cast(int, vtm.kappa), plan.adapter.num_prefix_tokens)
+            x = entry.tokens.flatten(1, -2)  # b n d
             if vtm.stop_gradient:
                 x = x.detach()
             memory = self.memories.setdefault(layer, Memory())
-            memory.tokens.append(x.gather(1, places[..., None].expand(-1, -1, x.shape[2])))
-            memory.places.append(places)
+            memory.tokens.append(x.gather(1, indices[..., None].expand(-1, -1, x.shape[2])))
+            memory.indices.append(indices)
 
     def embed(
         self, forward: Forward, embedding: nn.Module, args: tuple[Any, ...], kwargs: Any
@@ -212,22 +228,26 @@ class Pass:
         for index, plan in self.plans.items():
             if index not in self.entered:
                 raise ValueError(f"{plan.name} did not run: TokenMixup touches it")
-        found: Any = type(logits).__name__
-        if isinstance(logits, Tensor):
-            found = list(logits.shape)
         expected = list(self.targets.shape)
+        found = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         if found != expected:
             raise ValueError(f"the model returned {found}, must be logits b num_classes={expected}")
         return output_of(logits, self.targets, self.layers, score_loss_weight)
 
 
 def run_in_pass(
-    running: list[Pass], run: Any, about: Any, forward: Forward, /, *args: Any, **kwargs: Any
+    running: list[Pass],
+    run: Callable[..., Any],
+    about: Plan | nn.Module,
+    forward: Forward,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Runs in place of `forward`, that of a part of a model.
+    """Runs instead of `forward`, that of a block or of the patch embedding.
 
     `running`: the pass that runs, if one does; `run`: a method of Pass, which gets `about`: the
-    plan of a block, or the patch embedding.
+    plan of the block, or the embedding.
     """
     if not running or running[-1].is_detecting:
         return forward(*args, **kwargs)

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tokenmixup.attention import AttentionMap
 from tokenmixup.block import BlockInput, Detector, run_watched, tokens_of
 from tokenmixup.contexts import evaluating, without_autocast
 from tokenmixup.settings import HTM
-from tokenmixup.watch import AttentionMap, MapSeen
+from tokenmixup.watch import MapSeen
 
 
 @torch.no_grad()
@@ -37,10 +38,11 @@ def rollout_saliency(
         class_token = num_prefix_tokens > 0
     if class_token and num_prefix_tokens < 1:
         raise ValueError("class_token=True needs num_prefix_tokens >= 1, got 0")
-    *earlier, last = maps
-    rows = last[:, :, :1] if class_token else last
+    rows = maps[-1]
+    if class_token:
+        rows = rows[:, :, :1]
     received = rows.mean(dim=(1, 2), dtype=torch.float32)  # b n
-    for attn in reversed(earlier):  # the mean row of A B is the mean row of A times B
+    for attn in reversed(maps[:-1]):  # the mean row of A B is the mean row of A times B
         received = torch.einsum("bi,bij->bj", received, attn.mean(dim=1, dtype=torch.float32))
     return received[:, num_prefix_tokens:]  # b t
 
@@ -63,14 +65,17 @@ def input_gradient(model: Callable[[Tensor], Tensor], images: Tensor, targets: T
 def gradient_saliency(
     pixels: Tensor, num_tokens: int, grid: tuple[int, int] | None = None
 ) -> Tensor:
-    """Pools `b h w` to the grid of spatial tokens and normalises each sample to sum 1: `b t`.
+    """Saliency by the input gradient (Table 3), each sample's with the sum 1: `b h w` -> `b t`.
 
-    `grid`: rows and columns of the tokens, by default of the image's aspect ratio. Raises
-    ValueError if the grid does not have `num_tokens` cells.
+    `pixels`: of `input_gradient`, averaged over the pixels of each spatial token. `grid`: rows and
+    columns of the tokens, by default of the image's aspect ratio. Raises ValueError if the grid
+    does not have `num_tokens` cells.
     """
     height, width = pixels.shape[1:]
-    rows = grid[0] if grid else max(1, round((num_tokens * height / width) ** 0.5))
-    columns = grid[1] if grid else num_tokens // rows
+    if grid is None:
+        rows = max(1, round((num_tokens * height / width) ** 0.5))
+        grid = (rows, num_tokens // rows)
+    rows, columns = grid
     if rows * columns != num_tokens:
         raise ValueError(f"{num_tokens} tokens form no grid over an image of {height} x {width}")
     pooled = F.adaptive_avg_pool2d(pixels[:, None], (rows, columns)).flatten(1)
@@ -83,9 +88,9 @@ def by_attention(entry: BlockInput, class_token: bool | None = None) -> Tensor:
 
     `class_token`: by its row, else by the mean over all rows; by default as the head reads it.
     """
-    saliency = entry.adapter.saliency
-    if saliency is not None:
-        return _to_sum_1(saliency(entry.blocks[0], *entry.args, **entry.kwargs))
+    adapter = entry.adapter
+    if adapter.saliency is not None:
+        return _to_sum_1(adapter.saliency(entry.blocks[0], *entry.args, **entry.kwargs))
     return saliency_by(map_of(entry), entry, class_token)
 
 
@@ -106,11 +111,15 @@ def map_of(entry: BlockInput) -> AttentionMap:
 
 def saliency_by(seen: AttentionMap, entry: BlockInput, class_token: bool | None = None) -> Tensor:
     """Returns the saliency that the block's own map gives its tokens, `b t`."""
-    adapter, n = entry.adapter, entry.num_tokens
+    adapter = entry.adapter
     if adapter.geometry is not None:
         return _to_sum_1(adapter.geometry(entry.blocks[0], seen, *entry.args, **entry.kwargs))
-    by_row = adapter.reads_class_token if class_token is None else class_token
-    return seen.received(1 if by_row else n, n)[:, adapter.num_prefix_tokens :]
+    if class_token is None:
+        class_token = adapter.reads_class_token
+    n = entry.num_tokens
+    rows = 1 if class_token else n
+    received = seen.received(rows, n)  # b n
+    return received[:, adapter.num_prefix_tokens :]
 
 
 def _to_sum_1(saliency: Tensor) -> Tensor:
@@ -132,9 +141,11 @@ def by_gradient(entry: BlockInput) -> Tensor:
 @torch.no_grad()
 def by_rollout(steps: int, entry: BlockInput) -> Tensor:
     """Saliency by attention rollout over `steps` further blocks, without dropout."""
-    adapter, name, maps = entry.adapter, entry.name, []
+    adapter = entry.adapter
+    first = entry.name
+    maps = []
     for step, block in enumerate(entry.blocks[: steps + 1]):
-        entry = replace(entry, name=f"{name} + {step}")
+        entry = replace(entry, name=f"{first} + {step}")
         with evaluating(block):
             out, watching = run_watched(block.forward, entry)
         maps.append(watching.kept().rows())
@@ -152,5 +163,6 @@ DETECTORS: dict[str, Detector] = {
 
 def detector_of(htm: HTM) -> Detector:
     """Returns the configured detector."""
-    steps = htm.rollout_steps
-    return partial(by_rollout, steps) if steps > 0 else DETECTORS[htm.detector]
+    if htm.rollout_steps > 0:
+        return partial(by_rollout, htm.rollout_steps)
+    return DETECTORS[htm.detector]

@@ -27,7 +27,8 @@ class ScoreNet(nn.Module):
     """A linear classifier on the pooled input tokens of a block, in its parameters' precision.
 
     `pooling`: sequence pooling of the spatial tokens (`attention`), their mean (`average`), or
-    token 0 (`class_token`). With `stop_gradient`, its loss trains ScoreNet alone.
+    token 0 (`class_token`). With `stop_gradient`, its loss trains ScoreNet alone. Raises ValueError
+    for another pooling.
     """
 
     def __init__(

@@ -24,19 +24,27 @@ class Option(NamedTuple):
     per_layer: bool = False  # one value for all layers, or a list with one for each
 
 
-def _option(*what: Any, default: Any = MISSING, **more: Any) -> Any:
+def _option(
+    allowed: str,
+    holds: Callable[[Any], bool],
+    to: Callable[[Any], Any],
+    *,
+    default: Any = MISSING,
+    per_layer: bool = False,
+) -> Any:
     """Declares an option with a range. An option without one has the choices of its type."""
-    return field(default=default, metadata={"option": Option(*what, **more)})
+    option = Option(allowed, holds, to, per_layer)
+    return field(default=default, metadata={"option": option})
 
 
 def _blocks(least: int) -> Any:
     """Declares an option that is the index of a block, or several."""
-    told = f"an integer >= {least}, or several in rising order"
-    return _option(told, _at_least(least), int, per_layer=True)
+    allowed = f"an integer >= {least}, or several in rising order"
+    return _option(allowed, _at_least(least), int, per_layer=True)
 
 
 def _threshold(allowed: str, most: float) -> Any:
-    """Declares an option that is a number from 0 on, infinite, or found by a rule."""
+    """Declares an option that is a number from 0 on, infinite, or chosen by a rule."""
     return _option(
         f"auto, {allowed} or inf, or one for each layer",
         lambda x: x in (AUTO, math.inf) or _within(0, most)(x),
@@ -52,9 +60,14 @@ def allowed_of(settings: Any) -> dict[str, Option]:
 
 
 def _one_of(kind: Any) -> Option:
+    """Returns the option whose values are those of a Literal, or of bool."""
     choices = get_args(kind) or (True, False)
     words = ", ".join(str(choice).lower() for choice in choices)
-    return Option(f"one of {words}", lambda x: (type(x), x) in [(type(y), y) for y in choices])
+
+    def is_choice(x: Any) -> bool:  # 1 equals True, but is none
+        return any(type(x) is type(choice) and x == choice for choice in choices)
+
+    return Option(f"one of {words}", is_choice)
 
 
 def _is_list(x: Any) -> bool:
@@ -62,6 +75,7 @@ def _is_list(x: Any) -> bool:
 
 
 def _at_least(least: int) -> Callable[[Any], bool]:
+    """Of integers of Python and numpy; a bool is none, although Python has it so."""
     return lambda x: isinstance(x, Integral) and not isinstance(x, bool) and int(x) >= least
 
 
@@ -71,7 +85,10 @@ def _within(low: float, high: float) -> Callable[[Any], bool]:
 
 
 def _are_blocks(x: Any) -> bool:
-    return _is_list(x) and len(x) > 0 and all(map(_at_least(0), x)) and len({*x}) == len(x)
+    """Whether it is a list of different indices."""
+    if not _is_list(x) or not x:
+        return False
+    return all(map(_at_least(0), x)) and len(set(x)) == len(x)
 
 
 def _whole(numbers: Sequence[Any]) -> list[int]:
@@ -86,11 +103,14 @@ class _Settings:
     def __post_init__(self) -> None:
         for name, option in allowed_of(type(self)).items():
             given = getattr(self, name)
-            values = [*given] if option.per_layer and _is_list(given) else [given]
+            values = [given]
+            if option.per_layer and _is_list(given):
+                values = list(given)
             if not values or not all(map(option.holds, values)):
                 raise ValueError(f"{self.key}.{name}={given!r}: must be {option.allowed}")
-            values = [option.to(x) for x in values]
-            object.__setattr__(self, name, values if len(values) > 1 else values[0])
+            checked = [option.to(value) for value in values]
+            # a list of one value is that value; the dataclass is frozen
+            object.__setattr__(self, name, checked if len(checked) > 1 else checked[0])
 
 
 class _Layered(_Settings):
@@ -100,7 +120,7 @@ class _Layered(_Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.layers != sorted({*self.layers}):
+        if self.layers != sorted(set(self.layers)):
             raise ValueError(f"{self.key}.layer={self.layer}: must be in rising order")
         for name, value in self._lists.items():
             if len(value) != len(self.layers):
@@ -115,16 +135,17 @@ class _Layered(_Settings):
     @property
     def layers(self) -> list[int]:
         """The indices of the blocks, in order."""
-        return [*self.layer] if isinstance(self.layer, Sequence) else [self.layer]
+        return list(self.layer) if isinstance(self.layer, Sequence) else [self.layer]
 
     @property
     def each(self) -> dict[int, Any]:
         """Layer -> its settings, in which every option has one value."""
         settings: Any = self
-        return {
-            layer: replace(settings, **{name: x[i] for name, x in self._lists.items()})
-            for i, layer in enumerate(self.layers)
-        }
+        each = {}
+        for i, layer in enumerate(self.layers):
+            values = {name: values[i] for name, values in self._lists.items()}
+            each[layer] = replace(settings, **values)
+        return each
 
 
 Kind = TypeVar("Kind", bound=_Settings)
@@ -136,11 +157,11 @@ def built(kind: type[Kind], given: Any) -> Kind | None:
         return given
     if not isinstance(given, Mapping):
         raise ValueError(f"{kind.key}={given!r}: must be a mapping of settings, or {kind.__name__}")
-    names = [*allowed_of(kind)]
-    for name in given:
+    names = list(allowed_of(kind))
+    for name, value in given.items():
         if name not in names:
-            told = f"{kind.key}.{name}={given[name]!r}: unknown key; it has {', '.join(names)}"
-            raise ValueError(told)
+            has = f"unknown key; it has {', '.join(names)}"
+            raise ValueError(f"{kind.key}.{name}={value!r}: {has}")
     if "layer" in names and "layer" not in given:
         raise ValueError(f"{kind.key}.layer: no value is set")
     return kind(**given)
@@ -202,8 +223,10 @@ class HTM(_Layered):
         The rule is ours: 1.0 for 10 classes and 2.0 for 100, as published. Guessing scores
         ln(classes), 2.3 times as much, so that no sample is easy before ScoreNet has learned.
         """
-        taus = [each.tau for each in self.each.values()]
-        return replace(self, tau=[math.log10(num_classes) if x == AUTO else x for x in taus])
+        taus = []
+        for htm in self.each.values():
+            taus.append(math.log10(num_classes) if htm.tau == AUTO else htm.tau)
+        return replace(self, tau=taus)
 
     def rho_for(self, num_tokens: int) -> float:
         """Returns the rho of one layer, 1.28 / spatial tokens for `auto`.
@@ -211,7 +234,9 @@ class HTM(_Layered):
         The rule is ours: 0.005 for 256 tokens, as published for CIFAR-100. Saliency sums to about
         1, so that rho is 1.28 times its mean.
         """
-        return 1.28 / num_tokens if isinstance(self.rho, str) else cast(float, self.rho)
+        if self.rho == AUTO:
+            return 1.28 / num_tokens
+        return cast(float, self.rho)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,9 +67,6 @@ CASES: dict[str, Case] = {
     "SGD, scaler, averaging": Case(
         SMALL, 6, BOTH, "float16", ("recipe.optimizer=sgd", "recipe.lr=0.01", AVERAGE)
     ),
-    "attention labels": Case(
-        SMALL, 6, ["cutmix"], "bf16", ("augmentation.cutmix.labels=attention",)
-    ),
     **{rule: Case(SMALL, 6, BOTH, "bf16", (SPLIT, f"augmentation.htm.{rule}")) for rule in RULES},
     "rollout": Case(
         SMALL, 6, BOTH, "bf16", ("augmentation.htm.layer=0", "augmentation.htm.rollout_steps=1")

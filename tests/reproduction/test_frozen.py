@@ -80,9 +80,6 @@ RUNS: dict[str, list[str]] = {
         *("augmentation.htm.detector=mean_attention", "augmentation.htm.difficulty=excess"),
         *("augmentation.htm.layer=[1,2]", "augmentation.vtm.layer=2"),
     ],
-    "transmix": [
-        *(*SMALL, "augmentation=[mixup,cutmix,vtm]", "augmentation.cutmix.labels=attention"),
-    ],
     "manifold mixup": [
         *(*SMALL, "augmentation=[manifold_mixup]", "augmentation.manifold_mixup.layers=[0,1]"),
     ],

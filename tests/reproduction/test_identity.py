@@ -43,7 +43,7 @@ OTHER: dict[str, Any] = {  # valid values where a number or a flag cannot just b
     **{"dataset.limit": 9, "dataset.eval_limit": 9},
     **{"dataset.source": "own:others", "dataset.workers": 9},
     **{"augmentation.off_epoch": 1, "recipe.ema_decay": 0.9},
-    **{"augmentation.cutmix.labels": "attention", "augmentation.manifold_mixup.layers": [1]},
+    **{"augmentation.manifold_mixup.layers": [1]},
     **{"augmentation.htm.tau": 1.0, "augmentation.htm.rho": 0.1},
     **{"augmentation.htm.pooling": "average", "augmentation.htm.detector": "random"},
     **{"augmentation.htm.matching": "random", "augmentation.htm.mask_rule": "published"},
@@ -82,7 +82,6 @@ def test_every_key_counts_unless_it_changes_no_result(kind: str):
     before = hash_of(nested(settings))
     skipped = {"model.family"}  # and what other keys forbid, or that is not set
     skipped |= {"model.patch_size"} if kind != "vit" else set()
-    skipped |= {"augmentation.cutmix.labels"} if kind != "custom" else set()
     for key, value in settings.items():
         is_group = value is None and key.partition(".")[0] in ("augmentation", "logger")
         if key not in skipped and (not is_group or key in OTHER):
@@ -129,6 +128,20 @@ def test_runs_of_earlier_revisions_are_found_and_read(here: Path):
     (run.path / "config.yaml").write_text(yaml.safe_dump({**saved, "recipe": skips["recipe"]}))
     result = train("name=mine", "resume=auto", *SMALL)
     assert result.status == 2 and "recipe.non_finite=skip" in result.err
+    assert len(result.lines) == 1
+
+
+def test_labels_of_cutmix_by_area_are_read_and_others_refused_by_name(here: Path):
+    words = (*SMALL, "augmentation=[cutmix]")
+    assert train("name=mine", *words).status == 0
+    run = Run("outputs/mine")
+    saved = run.config
+    for labels, status in (("area", 0), ("attention", 2)):
+        saved["augmentation"]["cutmix"]["labels"] = labels
+        (run.path / "config.yaml").write_text(yaml.safe_dump(saved))
+        result = evaluate("run=outputs/mine")
+        assert result.status == status, result
+        assert ("augmentation.cutmix.labels=attention" in result.err) == (status == 2)
 
 
 NAMES = {  # of folders at revision 2e7fa4c

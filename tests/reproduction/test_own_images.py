@@ -233,7 +233,7 @@ def test_finished_run_is_not_the_result_of_other_images(here: Path, change: str)
 def test_spellings_of_a_folder_are_one_run(here: Path):
     write_images(here / "d", ["ant", "bee"], train=1, held_out=1)
     (here / "e").symlink_to("d")
-    roots = ("d", "d/", "./d", f"{here}/d", "e/../d"), ("e",)
+    roots = ("d", "d/", "./d", "e/../d"), ("e",)
     first, second = ({dry(*FOLDER, f"dataset.root={root}")[1] for root in x} for x in roots)
     assert len(first) == len(second) == 1 and first != second
 

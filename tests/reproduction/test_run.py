@@ -127,7 +127,7 @@ def test_eval_of_other_images_keeps_the_runs_statistics(here: Path, mixed: Train
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_an_evaluation_is_named_after_all_that_changes_it(mixed: Trained):
+def test_an_evaluation_is_named_after_all_that_changes_it(here: Path, mixed: Trained):
     """Other images or another precision replace no result, and each says what it is of."""
     run = Run(shutil.copytree(mixed.run.path, "mine"))
     words = (f"run={run.path}", "device=cpu", "weights=best")
@@ -230,7 +230,8 @@ def test_the_loss_of_an_epoch_is_the_mean_of_the_updates_that_float16_did_not_sk
     here: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """On a CPU, where a command refuses float16 because it is slow."""
-    monkeypatch.setattr("reproduction.training.run.resolve_device", lambda *asked: "cpu")
+    for module in ("reproduction.training.run", "reproduction.training.ranks"):
+        monkeypatch.setattr(f"{module}.resolve_device", lambda *asked: "cpu")
     words = ("recipe.precision=float16", "recipe.epochs=1", "recipe.batch_size=6")
     large = "augmentation.htm.score_loss_weight=300"  # overflows until the scale has halved
     result = train("name=mine", *SMALL, *words, "augmentation.htm.tau=2.3", large)

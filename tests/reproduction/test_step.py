@@ -1,4 +1,4 @@
-"""The training step: micro-batches, clipping, the scaler, the schedule, the average, TransMix."""
+"""The training step: micro-batches, clipping, the scaler, the schedule, the average."""
 
 import math
 from copy import deepcopy
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tests.doors import SMALL, SMALL_VIT, Run, build_trainer, evaluate, step, train
@@ -191,54 +190,3 @@ def load(path: str) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     return load_file(path)
-
-
-CLASS_TOKEN = ("model=vit_lite_7_4", "model.depth=2", "model.vtm_layer=1", "model.htm_layer=1")
-
-
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("more", [(), CLASS_TOKEN], ids=["pooled", "class token"])
-def test_transmix_weighs_classes_by_the_attention_to_the_pasted_box(
-    more: tuple[str, ...], count: int
-):
-    """Images of one colour each show which pixels CutMix has pasted."""
-    still = ("recipe.lr=1e-9", "recipe.min_lr=0", "recipe.weight_decay=0")
-    words = (*more, *PLAIN, *still, "augmentation=[cutmix]", f"recipe.grad_accum_steps={count}")
-    trainer = build_trainer((*words, "augmentation.cutmix.labels=attention"))
-    model, seen = trainer.module.model, []
-    sharpen(model)
-    images = torch.arange(6, dtype=torch.uint8).mul(40)[:, None, None, None].expand(6, 3, 32, 32)
-    handles = [
-        model.register_forward_pre_hook(lambda _, args: seen.append([args[0]])),
-        model.blocks[-1].register_forward_pre_hook(lambda _, args: seen[-1].append(args[0])),
-    ]
-    done = step(trainer, images.contiguous(), torch.arange(6))
-    for handle in handles:
-        handle.remove()
-    shown = torch.cat([batch for batch, _ in seen])[:, 0]  # 6 32 32, normalised
-    colours = shown.flatten(1).unique().sort().values
-    assert len(colours) == 6  # darkest first, as the classes
-    found = torch.cat([part.output.targets for part in done.parts])
-    received = torch.cat([attention(model.blocks[-1], x, bool(more)) for _, x in seen])
-    side = math.isqrt(received.shape[1])
-    nearest = shown[:, :: 32 // side, :: 32 // side].flatten(1)  # the pixel of each token, b t
-    for target, tokens, saliency in zip(found, nearest, received, strict=True):
-        shares = torch.stack([saliency[tokens == x].sum() for x in colours]) / saliency.sum()
-        torch.testing.assert_close(target[:6], shares, atol=1e-4, rtol=1e-3)
-    assert any(0.01 < float(target.max()) < 0.99 for target in found)
-
-
-def sharpen(model: Any) -> None:
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attn.qkv.weight.mul_(12)
-
-
-@torch.no_grad()
-def attention(block: Any, x: Tensor, by_class_token: bool) -> Tensor:
-    """What the tokens receive in the block, `b t`: of the class token, or of all on average."""
-    b, n, _ = x.shape
-    heads = block.attn.num_heads
-    q, k, _ = block.attn.qkv(block.norm1(x)).reshape(b, n, 3, heads, -1).permute(2, 0, 3, 1, 4)
-    rows = F.softmax(q @ k.mT / q.shape[-1] ** 0.5, dim=-1).mean(1)  # b n n
-    return rows[:, 0, 1:] if by_class_token else rows.mean(1)

@@ -351,7 +351,7 @@ def test_a_study_may_test_the_loss_with_a_primary_and_an_untested_row():
         (first[:1], "4 seeds are whole, this is the look at 4, seeds 1 to 4"),
     ):
         for run in published:
-            assert script("report", "--publish", str(run), "results/mine.jsonl").status == 0
+            assert script("publish", str(run), "results/mine.yaml").status == 0
         assert script("report", "--results", "results").status == 0
         assert state in Path("docs/results.md").read_text()
     lines = Path("results/mine.jsonl").read_text().splitlines()
@@ -369,7 +369,7 @@ def test_a_published_run_is_a_line_from_which_its_row_is_known(trained: Run):
     overrides += [*SMALL, "augmentation=[htm]", "recipe.max_steps=1"]
     study = {"title": "Mine", "overrides": overrides, "rows": {"a": []}}
     Path("mine.yaml").write_text(yaml.safe_dump(study))
-    words = ("report", "--publish", str(run), "mine.jsonl")
+    words = ("publish", str(run), "mine.yaml")
     written = json.loads((run / "summary.json").read_text())
     for changes, part in (
         ({"status": "interrupted"}, "must be a finished run"),
@@ -386,13 +386,13 @@ def test_a_published_run_is_a_line_from_which_its_row_is_known(trained: Run):
         ("row", {**own, TAU: 9.0}, 0),
         ("seed", own, 3),
     ):  # not of the study
-        result = script("report", "--publish", str(write(trained, name, settings, seed)), words[-1])
+        result = script("publish", str(write(trained, name, settings, seed)), words[-1])
         assert (result.status, len(result.lines)) == (2, 1) and "of mine.yaml" in result.err
     shutil.copytree(run, "outputs/copied")
     for folder, root in ((run, "images"), (run, "./images/"), (Path("outputs/copied"), "images")):
         config = folder / "config.yaml"
         config.write_text(config.read_text().replace("root: images", f"root: {root}"))
-        assert script(words[0], words[1], str(folder), words[-1]).status == 0
+        assert script("publish", str(folder), words[-1]).status == 0
         (line,) = map(json.loads, Path("mine.jsonl").read_text().splitlines())  # is replaced
         assert line["name"] == "mine" and line["config"][TAU] == "auto"
         assert line["config"]["dataset.root"] == "images"

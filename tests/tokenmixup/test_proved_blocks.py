@@ -262,7 +262,7 @@ def test_a_detector_that_needs_no_map_takes_any_block():
         module(*batch_of(case))
     module.detect = lambda entry: entry.args[0].detach().norm(dim=-1).softmax(dim=-1)
     assert module(*batch_of(case)).mask.any()
-    module.detect = lambda entry: entry.watching() and module._own_detect(entry)
+    module.detect = lambda entry: entry.watching() and module._configured_detect(entry)
     with pytest.raises(ValueError, match="2 attention maps"):
         module(*batch_of(case))
 

@@ -18,7 +18,6 @@ from reproduction.config import Augmentation, Config
 from reproduction.data.seeding import Purpose, seed_of, seeded
 
 Normalize = Callable[[Tensor], Tensor]  # b 3 h w: uint8 -> float32
-Box = tuple[int, int, int, int]  # rows from, to; columns from, to
 # Of timm's random erasing
 AREAS = (0.02, 1 / 3)  # a box's share of the image
 LOG_RATIOS = (log(0.3), log(1 / 0.3))  # its height over its width
@@ -31,7 +30,6 @@ class Draws(NamedTuple):
     ratios: Tensor | None = None  # 4 1 1: weights of own and partner's pixels, then of classes
     swapped: Tensor | None = None  # 1 1 h w bool, pixels taken from the partner, with CutMix
     kept: Tensor | None = None  # b 1 h w bool, pixels that are not erased
-    box: Box | None = None  # of `swapped`
 
     def to(self, device: torch.device) -> "Draws":
         return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), self)
@@ -43,9 +41,8 @@ class Mixed(NamedTuple):
     images: Tensor  # b 3 h w
     classes: Tensor  # b, of the image itself
     partners: Tensor  # b, of the image that is mixed in
-    weight: Tensor | float = 1.0  # of the image itself: one for all, or by attention b 1
-    box: Box | None = None  # of the partner's pixels, with CutMix
-    rest: Tensor | float | None = None  # of the partner, by default 1 - weight
+    weight: Tensor | float = 1.0  # of the images themselves, one for all
+    rest: Tensor | float = 0.0  # of the partners: 1 - weight
 
     def split(self, count: int) -> Iterator["Mixed"]:
         """Yields `count` consecutive parts, whose sizes differ by at most one."""
@@ -64,10 +61,7 @@ class Mixed(NamedTuple):
         on = 1 - smoothing + off
         own = one_hot(self.classes, num_classes, on_value=on, off_value=off)
         others = one_hot(self.partners, num_classes, on_value=on, off_value=off)
-        rest = self.rest
-        if rest is None:
-            rest = 1.0 - self.weight
-        return own * self.weight + others * rest
+        return own * self.weight + others * self.rest
 
 
 def build_normalize(
@@ -91,21 +85,18 @@ class InputMixing(Mixup):
         _, _, h, w = shape
         share, is_cutmix = self._params_per_batch()
         pixels = classes = share  # weights of the image itself
-        box: Box | None = None
         swapped = np.zeros((1, 1, h, w), dtype=bool)
         if is_cutmix and share != 1:
             place, classes = cutmix_bbox_and_lam(
                 shape, share, ratio_minmax=self.cutmix_minmax, correct_lam=self.correct_lam
             )
             top, bottom, left, right = map(int, place)
-            box = top, bottom, left, right
             swapped[..., top:bottom, left:right] = True
             pixels = 1.0  # whole ones are swapped
         ratios = np.array([pixels, 1 - pixels, classes, 1 - classes], np.float32)
         return Draws(
             ratios=for_device(ratios[:, None, None]),
             swapped=for_device(swapped) if self.cutmix_alpha > 0 else None,
-            box=box,
         )
 
     def mix(self, images: Tensor, classes: Tensor, draws: Draws) -> Mixed:
@@ -116,9 +107,7 @@ class InputMixing(Mixup):
             images = images * own[..., None, None] + partners * others[..., None, None]
         if draws.swapped is not None:
             images = torch.where(draws.swapped, partners, images)
-        return Mixed(
-            images, classes, partners=classes.flip(0), weight=weight, box=draws.box, rest=rest
-        )
+        return Mixed(images, classes, partners=classes.flip(0), weight=weight, rest=rest)
 
 
 def for_device(values: np.ndarray) -> Tensor:

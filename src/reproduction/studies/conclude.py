@@ -8,11 +8,12 @@ import pandas as pd
 
 from reproduction.check import check
 from reproduction.start import Point
-from reproduction.studies.of_runs import sweep_table
-from reproduction.studies.of_study import planned, study_table
 from reproduction.studies.results import ON_TEST, Run, read_run
+from reproduction.studies.runs_table import sweep_table
 from reproduction.studies.study import PAPERS
-from reproduction.studies.text import Table, markdown, number
+from reproduction.studies.study_table import planned, study_table
+from reproduction.studies.table import Table, markdown
+from reproduction.studies.text import NOTHING, number
 from reproduction.system import say
 
 NOT_STARTED = "not started"
@@ -94,28 +95,29 @@ def listing(points: Sequence[Point]) -> str:
     UserError for what cannot run.
     """
     runs = {run.path: run for run in runs_of(points)}
-    rows, folders, counts = [], [], Counter[str]()
-    for place, point in enumerate(points):
-        status, state, top1 = NOT_STARTED, NOT_STARTED, None
-        if point.folder.path in runs:
-            run = runs[point.folder.path]
-            status, state, top1 = run.status, run.state, run.numbers.get(ON_TEST)
+    rows, folders = [], []
+    counts = Counter[str]()
+    for task, point in enumerate(points):
+        path = point.folder.path
+        row = {
+            "task": str(task),
+            "row": point.label or swept_text(point, points),
+            "seed": str(point.config.seed),
+            "status": NOT_STARTED,
+            "top-1 [%]": NOTHING,
+        }
+        status = NOT_STARTED
+        if path in runs:
+            status = runs[path].status
+            row["status"] = runs[path].state
+            row["top-1 [%]"] = number(runs[path].numbers.get(ON_TEST), ".2f")
+        rows.append(row)
+        folders.append(f"{task}: {path}")
         counts[status] += 1
-        folders.append(f"{place}: {point.folder.path}")
-        rows.append(
-            {
-                "task": str(place),
-                "row": point.label or swept_text(point, points),
-                "seed": str(point.config.seed),
-                "status": state,
-                "top-1 [%]": number(top1, ".2f"),
-            }
-        )
-    lines = [markdown(pd.DataFrame(rows)), "", *folders, ""]
-    lines += [f"not here: {text}" for text in check(points, is_dry=True)]
-    total = ", ".join(f"{n} {status}" for status, n in counts.most_common())
-    plural = "" if len(rows) == 1 else "s"
-    return "\n".join([*lines, f"{len(rows)} run{plural}: {total}"])
+    lacks = [f"not here: {text}" for text in check(points, is_dry=True)]
+    total = "1 run" if len(points) == 1 else f"{len(points)} runs"
+    each = ", ".join(f"{n} {status}" for status, n in counts.most_common())
+    return "\n".join([markdown(pd.DataFrame(rows)), "", *folders, "", *lacks, f"{total}: {each}"])
 
 
 def swept_text(point: Point, points: Sequence[Point]) -> str:

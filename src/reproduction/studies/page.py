@@ -12,14 +12,15 @@ import torch
 from jinja2 import Environment, FileSystemLoader
 
 from reproduction.models.build import build_module, count_parameters, without_weights
-from reproduction.reporting.figures import CAPTIONS
+from reproduction.reporting.drawing import CAPTIONS
 from reproduction.start import compose
-from reproduction.studies.of_study import Planned
+from reproduction.studies.lines import Line
 from reproduction.studies.plots import draw_beside, draw_sweep
 from reproduction.studies.results import Run
 from reproduction.studies.study import Size
-from reproduction.studies.table import Line
-from reproduction.studies.text import REPORT, Section, Table, number, shown
+from reproduction.studies.study_table import Planned
+from reproduction.studies.table import REPORT, Section, Table, shown
+from reproduction.studies.text import number
 from reproduction.system import write_text
 
 HOW_TO_READ = """\
@@ -73,7 +74,7 @@ def write_page(plans: Sequence[Planned], tables: Sequence[Table], outputs: Path)
     """Writes the tables with their plots as a page; returns its path."""
     folder = outputs / REPORT
     folder.mkdir(parents=True, exist_ok=True)
-    parts = [part_of(*pair, folder) for pair in zip(plans, tables, strict=True)]
+    parts = [part_of(plan, table, folder) for plan, table in zip(plans, tables, strict=True)]
     marks = dict.fromkeys(text for plan in plans for text in plan.about)
     name = "index"
     if len(plans) == 1:
@@ -94,14 +95,13 @@ def part_of(plan: Planned, table: Table, folder: Path) -> Part:
     counts = []
     if plan.study.sizes:
         counts = [_plain_block("", sizes(plan.study.sizes))]
-    firsts, sections = table.firsts, table.sections
     return Part(
         name=Path(plan.name).stem,
         table=table,
         finished=len(table.counted.runs),
         plots=[*_plots(table, folder)],
-        run=[_block(section, section.run, folder) for section in sections if section.run],
-        not_run=[_block(section, section.not_run, folder) for section in firsts if section.not_run],
+        run=[_block(x, x.finished, folder) for x in table.sections if x.finished],
+        not_run=[_block(x, x.missing, folder) for x in table.tested if x.missing],
         measured=[_plain_block(title, texts) for title, texts in table.extras.items()],
         sizes=counts,
         figures=[*_figures(plan, table)],
@@ -109,7 +109,7 @@ def part_of(plan: Planned, table: Table, folder: Path) -> Part:
 
 
 def _block(section: Section, lines: Sequence[Line], folder: Path) -> Block:
-    texts = shown(lines, section.is_first)
+    texts = shown(lines, section.is_tested)
     links = [[_links(run, folder) for run in line.runs] for line in lines]
     return Block(section.title, [*texts.columns], texts.to_numpy().tolist(), links)
 
@@ -133,8 +133,8 @@ def _links(run: Run, folder: Path) -> list[Link]:
 
 def _plots(table: Table, folder: Path) -> Iterator[Picture]:
     """Draws each section of what is tested beside the paper's values, and the points of a sweep."""
-    for section in table.firsts:
-        if section.run:
+    for section in table.tested:
+        if section.finished:
             name = "-".join(x for x in (table.name, section.title) if x)
             path = folder / f"{name}.png"
             is_sweep = draw_sweep(path, section)
@@ -147,7 +147,7 @@ def _figures(plan: Planned, table: Table) -> Iterator[Picture]:
     """Yields the pictures that the first run of a row has drawn."""
     for title, place in plan.study.figures.items():
         row, _, name = place.partition("/")
-        lines = [line for section in table.firsts for line in section.run]
+        lines = [line for section in table.tested for line in section.finished]
         runs = [run for line in lines if line.entry.id.row == row for run in line.runs]
         drawn = [run.path / name for run in runs if run.path and (run.path / name).exists()]
         if drawn:

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from reproduction.reporting.figures import BLUE, ORANGE, VERMILION, figure
-from reproduction.studies.of_runs import numeric
+from reproduction.reporting.drawing import BLUE, ORANGE, VERMILION, figure
+from reproduction.studies.lines import Line
 from reproduction.studies.results import OUTCOMES
-from reproduction.studies.table import Line
-from reproduction.studies.text import Section, Table
+from reproduction.studies.runs_table import numeric
+from reproduction.studies.table import Section, Table
 
 OURS: Any = {"color": BLUE, "fmt": "o", "capsize": 3, "linewidth": 1.5}
 
@@ -26,24 +26,24 @@ def axis_of(lines: Sequence[Line]) -> str:
 def draw_runs(table: Table, path: Path) -> bool:
     """Draws a table of runs over one or two settings; returns whether it has as many."""
     (section,) = table.sections
-    if not section.run:
+    if not section.finished:
         return False
-    heads = section.run[0].entry.heads
+    heads = section.finished[0].entry.heads
     if not 1 <= len(heads) <= 2:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
     if len(heads) == 1:
         (title,) = heads
-        draw_line(path, section.run, title)
+        draw_line(path, section.finished, title)
     else:
-        draw_map(path, section.run)
+        draw_map(path, section.finished)
     return True
 
 
 def draw_sweep(path: Path, section: Section) -> bool:
     """Draws the points of a study's sweep, with its other rows across; returns whether any ran."""
-    points = [line for line in section.run if line.entry.id.point]
-    others = [line for line in section.run if not line.entry.id.point]
+    points = [line for line in section.finished if line.entry.id.point]
+    others = [line for line in section.finished if not line.entry.id.point]
     if not points:
         return False
     title = ", ".join(name.rpartition(".")[2] for name, _ in points[0].entry.id.point)
@@ -112,7 +112,7 @@ def draw_map(path: Path, lines: Sequence[Line]) -> None:
 
 def draw_beside(path: Path, section: Section) -> None:
     """Draws our means with their 95 % intervals beside the printed values, row by row."""
-    lines = section.run
+    lines = section.finished
     with figure(path, figsize=(5.4, 1.3 + 0.45 * len(lines))) as axes:
         places = range(len(lines))
         means = [line.mean for line in lines]

@@ -4,17 +4,20 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from reproduction.config import ROOT
+from reproduction.config import ROOT, Config
 from reproduction.folder import RunFolder
-from reproduction.identity import flat, key, nested, saved, settings
-from reproduction.studies.of_study import planned, study_table
+from reproduction.identity import flat, key, settings
+from reproduction.start import Point
 from reproduction.studies.page import HOW_TO_READ
-from reproduction.studies.results import counted, read_store
-from reproduction.studies.study import FULL, Study, plan, read, studies
-from reproduction.studies.text import markdown, number
+from reproduction.studies.results import config_of, counted, read_store
+from reproduction.studies.study import FULL, Study, plan, read
+from reproduction.studies.study_table import planned, study_table
+from reproduction.studies.table import markdown
+from reproduction.studies.text import number
 from reproduction.system import UserError, write_text
 
 RESULTS = ROOT / "results"
@@ -71,7 +74,7 @@ def results_page(results: Path = RESULTS) -> str:
 def _section(path: Path, study: Study) -> Iterator[str]:
     """Yields Markdown of a study and its published runs."""
     runs = read_store(path.with_suffix(".jsonl"))
-    (whole,) = planned(plan({str(path): study}, None, FULL, []))
+    (whole,) = planned(_points(path, study))
     table = study_table(whole, runs)
     file = f"results/{path.name}"
     yield f"\n## {study.title}\n\n{study.about.strip()}\n"
@@ -86,6 +89,11 @@ def _section(path: Path, study: Study) -> Iterator[str]:
         yield markdown(_quoted(study))
 
 
+def _points(path: Path, study: Study) -> list[Point]:
+    """Returns all runs of a study."""
+    return plan({str(path): study}, None, FULL, [])
+
+
 def _quoted(study: Study) -> pd.DataFrame:
     rows = []
     for name, columns in study.quoted.items():
@@ -95,11 +103,10 @@ def _quoted(study: Study) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def publish(run: Path, path: Path) -> None:
-    """Adds the line of a finished run to a file of results/, in place of one of the same run."""
-    folder, file = RunFolder(run.resolve()), path.with_suffix(".yaml")
-    points = plan(studies(str(file)), None, FULL, [])
-    rows = {key(point.config): point.config for point in points}
+def publish(run: Path, file: Path) -> None:
+    """Adds the line of a finished run of a study to its .jsonl, in place of one of the same run."""
+    folder = RunFolder(run.resolve())
+    rows = {key(point.config): point.config for point in _points(file, read(file))}
     identity = key(folder.read_config())
     row, summary = rows.get(identity), folder.read_summary()
     missing = [name for name in COPIED if name not in summary]
@@ -108,19 +115,19 @@ def publish(run: Path, path: Path) -> None:
         if missing:
             lacks = f"; summary.json lacks {', '.join(missing)}"
         raise UserError(f"run={run}: must be a finished run of {file}, without validation{lacks}")
-    written = {name: x for name, x in flat(asdict(row)) if name in settings(row)}  # as typed there
-    plain = json.loads(json.dumps(written), parse_constant={"Infinity": "inf"}.__getitem__)
     line = {"name": summary.get("name") or folder.path.name}  # of a copy the original's
     line |= {name: summary[name] for name in COPIED}
-    line |= {"hours": round(summary["seconds"] / 3600, 3), "config": plain}
+    line |= {"hours": round(summary["seconds"] / 3600, 3), "config": _published(row)}
+    path = file.with_suffix(".jsonl")
     lines = []
     if path.exists():
         lines = path.read_text().splitlines()
-    others = [text for text in lines if _identity(text) != identity]
+    others = [text for text in lines if key(config_of(json.loads(text))) != identity]
     write_text(path, "\n".join([*others, json.dumps(line)]) + "\n")
 
 
-def _identity(text: str) -> str:
-    """Returns the identity of the run of a published line."""
-    config = json.loads(json.dumps(json.loads(text)["config"]).replace('"inf"', "Infinity"))
-    return key(saved(nested(config)))
+def _published(config: Config) -> dict[str, Any]:
+    """Returns what determines the result of a run, as `config_of` reads it; paths as typed."""
+    identity = settings(config)
+    written = {name: value for name, value in flat(asdict(config)) if name in identity}
+    return json.loads(json.dumps(written), parse_constant={"Infinity": "inf"}.__getitem__)

@@ -1,17 +1,14 @@
 """Runs as tables see them, read from their folders or from published lines, and their results."""
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from reproduction.config import Config
 from reproduction.folder import RunFolder
-from reproduction.identity import RowId, digest, key, saved
+from reproduction.identity import digest, key, nested, saved
 from reproduction.identity import settings as settings_of
 from reproduction.system import UserError, first_line, in_one_line, reason_of
 
@@ -39,32 +36,20 @@ class Outcome:
     spec: str = ".2f"
 
 
+NATS: Any = {"unit": "nats", "gap": "nats", "spec": ".3f"}
 OUTCOMES = {
     f"{outcome.measure} on {outcome.half}": outcome
     for outcome in (
         Outcome(measure="top1", half="test", title="top-1"),
-        Outcome(
-            measure="loss",
-            half="test",
-            title="held-out loss",
-            unit="nats",
-            gap="nats",
-            spec=".3f",
-        ),
+        Outcome(measure="loss", half="test", title="held-out loss", **NATS),
         Outcome(measure="top5", half="test", title="top-5"),
         Outcome(measure="top1", half="validation", title="validation top-1"),
-        Outcome(
-            measure="loss",
-            half="validation",
-            title="validation loss",
-            unit="nats",
-            gap="nats",
-            spec=".3f",
-        ),
+        Outcome(measure="loss", half="validation", title="validation loss", **NATS),
         Outcome(measure="top5", half="validation", title="validation top-5"),
     )
 }
-ON_TEST, ON_VALIDATION = "top1 on test", "top1 on validation"
+ON_TEST = "top1 on test"
+ON_VALIDATION = "top1 on validation"
 
 
 # --- runs ---------------------------------------------------------------------------------------
@@ -137,10 +122,15 @@ def read_store(path: Path) -> list[Run]:
     runs = []
     for text in path.read_text().splitlines():
         line = json.loads(text)
-        config = saved(json.loads(json.dumps(line["config"]).replace('"inf"', "Infinity")))
         summary = {**line, "status": "finished", "seconds": 3600 * line["hours"]}
-        runs.append(_run(line["name"], config, summary))
+        runs.append(_run(line["name"], config_of(line), summary))
     return runs
+
+
+def config_of(line: Mapping[str, Any]) -> Config:
+    """Returns the configuration of a published line, which spells an infinity as a word."""
+    settings = json.loads(json.dumps(line["config"]).replace('"inf"', "Infinity"))
+    return saved(nested(settings))
 
 
 def _run(
@@ -233,7 +223,7 @@ def counted(runs: Sequence[Run]) -> Counted:
             reasons[run.place] = f"the newest run on this data set has other {', '.join(changed)}"
         else:
             chosen[run.key, run.seed] = run
-            records[run.source] = {**run.data, **record}
+            records[run.source] = {**run.data, **record}  # what newer runs say counts
     kept = sorted(chosen.values(), key=lambda run: (run.key, run.seed))
     left_out = {run.place: reasons[run.place] for run in runs if run.place in reasons}
     return Counted(kept, left_out)
@@ -244,20 +234,3 @@ def judged_by(runs: Sequence[Run]) -> str:
     if any(ON_VALIDATION in run.numbers for run in runs):
         return ON_VALIDATION
     return ON_TEST
-
-
-def frame(keys: Mapping[RowId, str], runs: Iterable[Run]) -> pd.DataFrame:
-    """Returns a line for each result: of a `row`, with a `seed`, its `name` and its `value`.
-
-    `keys` are those of the runs that belong to each row; rows may share runs.
-    """
-    by_key = defaultdict[str, list[Run]](list)
-    for run in runs:
-        by_key[run.key].append(run)
-    results = []
-    for row, identity in keys.items():
-        for run in by_key[identity]:
-            for name, value in run.numbers.items():
-                results.append({"row": row, "seed": run.seed, "name": name, "value": value})
-    found = pd.DataFrame(results, columns=["row", "seed", "name", "value"])
-    return found.astype({"seed": int, "value": float})

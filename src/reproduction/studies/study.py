@@ -180,8 +180,9 @@ def _points(study: Study, row: str) -> dict[tuple[tuple[str, str], ...], list[st
     swept = [place for place, word in enumerate(every[0]) if _varies(every, place, word)]
     found = {}
     for words in every:
-        pairs = [words[place].partition("=") for place in swept]
-        found[tuple((key, value) for key, _, value in pairs)] = words
+        parts = [words[place].partition("=") for place in swept]
+        point = tuple((key, value) for key, _, value in parts)
+        found[point] = words
     return found
 
 

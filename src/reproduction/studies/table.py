@@ -1,150 +1,153 @@
-"""From the frame of results to the lines of a table: means, deviations, paired tests over seeds.
+"""Tables: sections of lines, with the notes below them, and the files that hold them."""
 
-A comparison is a pair of rows. Tests are two-sided paired t-tests over the seeds that both have,
-corrected by Holm (1979).
-"""
-
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from math import nan
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from reproduction.identity import RowId
-from reproduction.studies.results import Run, frame
+from reproduction.studies.lines import Line
+from reproduction.studies.results import MEASURES, OUTCOMES, Counted
+from reproduction.studies.text import NOTHING, columns_of, number
+from reproduction.system import write_text
 
-LEAST_PAIRS = 3  # for a test: two give an interval of 13 standard errors each way
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A row before it has numbers."""
-
-    id: RowId
-    heads: dict[str, str]  # what names it, by the titles of columns
-    key: str = ""  # of its runs; what is quoted has none
-    against: RowId | None = None
-    against_text: str = ""
-    role: str = ""
-    printed: Mapping[Any, float] = field(default_factory=dict)  # by measure
-    printed_difference: float = nan
-    state: str = ""
+REPORT = "report"  # the folder of tables beside the runs
+MOST_NAMED = 5  # runs that are not counted
+LIKE_THE_MEAN = ("median [%]", "best [%]", "best of 10 [%]")  # left out where they are the mean
 
 
 @dataclass(frozen=True, kw_only=True)
-class Test:
-    """A row less the one that it is compared with, over common seeds."""
+class Section:
+    """Some lines of a table, judged by one outcome."""
 
-    pairs: int
-    difference: float
-    below: int  # pairs in which the row is less
-    low: float = nan  # of the 95 % interval
-    high: float = nan
-    p: float = nan
+    title: str
+    lines: list[Line]
+    is_tested: bool = True
+
+    @property
+    def finished(self) -> list[Line]:
+        return [line for line in self.lines if not math.isnan(line.mean)]
+
+    @property
+    def missing(self) -> list[Line]:
+        return [line for line in self.lines if math.isnan(line.mean)]
+
+
+def shown(lines: Sequence[Line], is_tested: bool = True) -> pd.DataFrame:
+    """Returns lines as text, without columns that have nothing to show."""
+    texts = pd.DataFrame([columns_of(line, is_tested) for line in lines])
+    heads = lines[0].entry.heads
+    means = [number(line.mean, OUTCOMES[line.outcome].spec) for line in lines]
+    kept = []
+    for title in texts:
+        column = [*texts[title]]
+        is_empty = title not in heads and set(column) == {NOTHING}
+        repeats = title in LIKE_THE_MEAN and column == means
+        if not is_empty and not repeats:
+            kept.append(title)
+    return texts[kept]
+
+
+def markdown(texts: pd.DataFrame) -> str:
+    """Returns a table with escaped texts."""
+    escaped = texts.map(lambda text: text.replace("|", r"\|").replace("*", r"\*"))
+    aligned: Any = {"stralign": "right", "colalign": ("left",)}
+    return escaped.to_markdown(index=False, disable_numparse=True, **aligned)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
-    """A row with its numbers, judged by an outcome."""
+class Table:
+    """A table of a study, of a sweep or of any runs."""
 
-    entry: Entry
-    outcome: str
-    runs: list[Run]
-    results: pd.DataFrame  # outcomes and measures, by seed
-    test: Test | None
-    p: float
-    p_holm: float
-
-    @property
-    def n(self) -> int:
-        return len(self.runs)
-
-    def values(self, name: str) -> pd.Series:
-        """Returns an outcome or a measure, by seed."""
-        if name not in self.results:
-            return pd.Series(dtype=float)
-        return self.results[name].dropna()
-
-    def mean_of(self, name: str) -> float:
-        return float(self.values(name).mean())
+    name: str  # of its files
+    title: str
+    about: list[str] = field(default_factory=list)  # what it is of, above it
+    sections: list[Section]
+    counted: Counted
+    notes: list[str]
+    extras: dict[str, pd.DataFrame] = field(default_factory=dict)  # more of it as text, by title
+    planned: int  # runs
 
     @property
-    def mean(self) -> float:
-        return self.mean_of(self.outcome)
+    def tested(self) -> list[Section]:
+        """The sections of what is tested, which have all rows between them."""
+        return [section for section in self.sections if section.is_tested]
 
-    @property
-    def std(self) -> float:
-        return float(self.values(self.outcome).std())
+    def lines(self, level: int = 2, is_short: bool = False) -> Iterator[str]:
+        """Yields Markdown: what was run, and a line that counts what was not.
+
+        A short table has only what is tested.
+        """
+        for text in self.about:
+            yield f"{text}\n"
+        for section in self.tested if is_short else self.sections:
+            if section.finished and section.title:
+                yield f"{'#' * level} {section.title}\n"
+            if section.finished:
+                yield f"{markdown(shown(section.finished, section.is_tested))}\n"
+        for title, texts in self.extras.items():
+            yield f"{'#' * level} {title}\n\n{markdown(texts)}\n"
+        for note in self.all_notes():
+            yield f"- {note}"
+
+    def all_notes(self) -> list[str]:
+        notes = [*self.notes]
+        missing = [line for section in self.tested for line in section.missing]
+        if missing:
+            notes.append(f"rows without a finished run: {len(missing)}")
+        return [*notes, *notes_of(self.counted)]
+
+    def csv(self) -> str:
+        """Returns the unrounded numbers, a line for each row and outcome."""
+        lines = [plain(line) for section in self.sections for line in section.lines]
+        return pd.DataFrame(lines).to_csv(index=False, lineterminator="\n")
+
+    def write(self, outputs: Path) -> list[Path]:
+        """Writes .md and .csv to the report beside the runs."""
+        folder = outputs / REPORT
+        folder.mkdir(parents=True, exist_ok=True)
+        text = "\n".join([f"# {self.title}\n", *self.lines()])
+        files = {folder / f"{self.name}.md": f"{text}\n", folder / f"{self.name}.csv": self.csv()}
+        for path, content in files.items():
+            write_text(path, content)
+        return [*files]
 
 
-def table(
-    entries: Sequence[Entry], runs: Sequence[Run], outcome: str, is_tested: bool = True
-) -> list[Line]:
-    """Returns the lines of rows, judged by an outcome of these runs.
-
-    A row that is `untested` has no p; one that is `primary` is not corrected for the others.
-    """
-    by_key = defaultdict[str, list[Run]](list)
-    for run in runs:
-        by_key[run.key].append(run)
-    results = frame({entry.id: entry.key for entry in entries if entry.key}, runs)
-    by_row = {
-        row: part.pivot(index="seed", columns="name", values="value")
-        for row, part in results.groupby("row")
+def plain(line: Line) -> dict[str, Any]:
+    """Returns a line as a row of a .csv file."""
+    entry, outcome = line.entry, OUTCOMES[line.outcome]
+    found: dict[str, Any] = {
+        "study": entry.id.study,
+        "row": entry.id.row,
+        **dict(entry.id.point),
+        "column": entry.id.column,
+        "outcome": outcome.measure,
+        "half": outcome.half,
+        "n": line.n,
+        "mean": line.mean,
+        "std": line.std,
+        "printed": entry.printed.get(outcome.measure, math.nan),
+        "printed_difference": entry.printed_difference,
+        "compared_with": entry.against_text,
     }
-    values = {row: part[outcome] for row, part in by_row.items() if outcome in part}
-    nothing = pd.Series(dtype=float)
-
-    tests, p = {}, {}
-    keys = {entry.id: entry.key for entry in entries}
-    for entry in entries:
-        if entry.against is None or keys[entry.against] == entry.key:
-            continue
-        ours, base = values.get(entry.id, nothing), values.get(entry.against, nothing)
-        tests[entry.id] = paired(ours, base)
-        if is_tested and entry.role != "untested":
-            p[entry.id] = tests[entry.id].p
-    family = {entry.id: p[entry.id] for entry in entries if entry.id in p and not entry.role}
-    adjusted = holm(pd.Series(family, dtype=float))
-    return [
-        Line(
-            entry=entry,
-            outcome=outcome,
-            runs=by_key.get(entry.key, []),
-            results=by_row.get(entry.id, pd.DataFrame()),
-            test=tests.get(entry.id),
-            p=p.get(entry.id, nan),
-            p_holm=adjusted.get(entry.id, nan),
-        )
-        for entry in entries
-    ]
+    if line.test is not None:
+        found |= asdict(line.test)
+    found |= {"p": line.p, "p_holm": line.p_holm, "role": entry.role, "state": entry.state}
+    return {**found, **{name: line.mean_of(name) for name in MEASURES}}
 
 
-def paired(ours: pd.Series, base: pd.Series) -> Test:
-    """Compares values by seed. A test needs three pairs whose differences are not all equal."""
-    both = pd.DataFrame({"ours": ours, "base": base}).dropna()
-    gap = both.ours - both.base
-    pairs, difference, below = len(gap), gap.mean(), int((gap < 0).sum())
-    if pairs < LEAST_PAIRS or gap.max() - gap.min() <= 1e-9:
-        return Test(pairs=pairs, difference=difference, below=below)
-    from scipy.stats import ttest_rel  # takes seconds to import
-
-    found = ttest_rel(both.ours, both.base)
-    low, high = found.confidence_interval()
-    return Test(
-        pairs=pairs,
-        difference=difference,
-        below=below,
-        low=low,
-        high=high,
-        p=found.pvalue,
+def notes_of(counted: Counted) -> Iterator[str]:
+    """Yields which runs are not counted, and how many are, with their hours and git revisions."""
+    left_out = [*counted.left_out.items()]
+    for place, reason in left_out[:MOST_NAMED]:
+        yield f"not counted: {place.name}: {reason}"
+    if len(left_out) > MOST_NAMED:
+        yield f"and {len(left_out) - MOST_NAMED} more that are not counted"
+    revisions = sorted({run.git_revision[:10] for run in counted.runs if run.git_revision})
+    seconds = math.fsum(run.numbers.get("seconds", 0.0) for run in counted.runs)
+    yield (
+        f"{len(counted.runs)} finished runs, {seconds / 3600:.2f} hours in total, "
+        f"git {', '.join(revisions) or 'unknown'}"
     )
-
-
-def holm(p: pd.Series) -> Mapping[RowId, float]:
-    """Returns Holm's adjusted p-values of a family of tests."""
-    ranked = p.dropna().sort_values(kind="stable")
-    steps = range(len(ranked), 0, -1)
-    return dict((ranked * list(steps)).clip(upper=1).cummax())

@@ -1,28 +1,14 @@
-"""Tables as text, made of their lines at the very end, and the files that hold them."""
+"""Numbers, settings and the lines of a table as text, made of them at the very end."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from reproduction.studies.results import (
-    MEASURES,
-    ON_TEST,
-    ON_VALIDATION,
-    OUTCOMES,
-    Counted,
-    Outcome,
-)
-from reproduction.studies.table import Line
-from reproduction.system import write_text
+from reproduction.studies.lines import Line
+from reproduction.studies.results import ON_TEST, ON_VALIDATION, OUTCOMES, Outcome
 
-REPORT = "report"  # the folder of tables beside the runs
 NOTHING = "-"
-MOST_NAMED = 5  # runs that are not counted
-LIKE_THE_MEAN = ("median [%]", "best [%]", "best of 10 [%]")  # left out where they are the mean
 
 
 def number(value: float | None, spec: str) -> str:
@@ -63,20 +49,20 @@ def value_text(value: Any) -> str:
 # --- a line as text -----------------------------------------------------------------------------
 
 
-def cells(line: Line, is_first: bool) -> dict[str, str]:
-    """Returns the cells of a line by the titles of their columns.
+def columns_of(line: Line, is_tested: bool) -> dict[str, str]:
+    """Returns a line by the titles of its columns, which are those of all lines of its section.
 
-    The first table of a study has more columns, which are the same for any outcome.
+    The section of what is tested has more columns, which are the same for any outcome.
     """
     outcome = OUTCOMES[line.outcome]
     found = {**line.entry.heads, "n": str(line.n)}
     found |= _judged(line, outcome)
     found |= _compared(line, outcome)
-    if is_first:
+    if is_tested:
         found |= _tested(line)
-    if outcome.measure == "loss" and line.test is not None:
-        found["lower in"] = f"{line.test.below} of {line.test.pairs}"
-    if is_first:
+    if outcome.measure == "loss":
+        found["lower in"] = _lower_in(line)
+    if is_tested:
         found |= _once(line)
     return found
 
@@ -105,18 +91,21 @@ def mixed(line: Line) -> str:
 
 
 def _compared(line: Line, outcome: Outcome) -> dict[str, str]:
+    titles = ("compared with", "pairs", f"difference [{outcome.gap}]", "95 % interval")
     test, spec = line.test, f"+{outcome.spec}"
     if test is None:
-        return {}
+        return dict.fromkeys(titles, NOTHING)
     interval = NOTHING
     if not math.isnan(test.low):
         interval = f"{test.low:{spec}} to {test.high:{spec}}"
-    return {
-        "compared with": line.entry.against_text,
-        "pairs": str(test.pairs),
-        f"difference [{outcome.gap}]": number(test.difference, spec),
-        "95 % interval": interval,
-    }
+    texts = (line.entry.against_text, str(test.pairs), number(test.difference, spec), interval)
+    return dict(zip(titles, texts, strict=True))
+
+
+def _lower_in(line: Line) -> str:
+    if line.test is None:
+        return NOTHING
+    return f"{line.test.below} of {line.test.pairs}"
 
 
 def _tested(line: Line) -> dict[str, str]:
@@ -139,7 +128,7 @@ def _once(line: Line) -> dict[str, str]:
     }
 
 
-def says(outcome: str) -> list[str]:
+def judged_on(outcome: str) -> list[str]:
     """Says above a table that it is judged on validation."""
     if OUTCOMES[outcome].half == "test":
         return []
@@ -147,143 +136,3 @@ def says(outcome: str) -> list[str]:
     if outcome == ON_VALIDATION:
         text += "; the accuracy on the test set stands beside it, untested"
     return [f"{text}."]
-
-
-# --- tables -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """Some lines of a table, judged by one outcome."""
-
-    title: str
-    lines: list[Line]
-    is_first: bool = True
-
-    @property
-    def run(self) -> list[Line]:
-        return [line for line in self.lines if not math.isnan(line.mean)]
-
-    @property
-    def not_run(self) -> list[Line]:
-        return [line for line in self.lines if math.isnan(line.mean)]
-
-
-def shown(lines: Sequence[Line], is_first: bool = True) -> pd.DataFrame:
-    """Returns lines as text, without columns that have nothing to show."""
-    texts = pd.DataFrame([cells(line, is_first) for line in lines]).fillna(NOTHING)
-    order = list[str]()
-    for line in sorted(lines, key=lambda line: line.test is None):  # these have most columns
-        order += [title for title in cells(line, is_first) if title not in order]
-    means = [number(line.mean, OUTCOMES[line.outcome].spec) for line in lines]
-    heads = lines[0].entry.heads
-    kept = []
-    for title in order:
-        column = [*texts[title]]
-        is_empty = all(text == NOTHING for text in column) and title not in heads
-        if not is_empty and not (title in LIKE_THE_MEAN and column == means):
-            kept.append(title)
-    return texts[kept]
-
-
-def markdown(texts: pd.DataFrame) -> str:
-    """Returns a table with escaped texts."""
-    escaped = texts.map(lambda text: text.replace("|", r"\|").replace("*", r"\*"))
-    aligned: Any = {"stralign": "right", "colalign": ("left",)}
-    return escaped.to_markdown(index=False, disable_numparse=True, **aligned)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """A table of a study, of a sweep or of any runs."""
-
-    name: str  # of its files
-    title: str
-    about: list[str] = field(default_factory=list)  # what it is of, above it
-    sections: list[Section]
-    counted: Counted
-    notes: list[str]
-    extras: dict[str, pd.DataFrame] = field(default_factory=dict)  # more of it as text, by title
-    planned: int  # runs
-
-    @property
-    def firsts(self) -> list[Section]:
-        """The sections of what is tested, which have all rows between them."""
-        return [section for section in self.sections if section.is_first]
-
-    def lines(self, level: int = 2, is_short: bool = False) -> Iterator[str]:
-        """Yields Markdown: what was run, and a line that counts what was not.
-
-        A short table has only what is tested.
-        """
-        for text in self.about:
-            yield f"{text}\n"
-        for section in self.firsts if is_short else self.sections:
-            if section.run and section.title:
-                yield f"{'#' * level} {section.title}\n"
-            if section.run:
-                yield f"{markdown(shown(section.run, section.is_first))}\n"
-        for title, texts in self.extras.items():
-            yield f"{'#' * level} {title}\n\n{markdown(texts)}\n"
-        for note in self.all_notes():
-            yield f"- {note}"
-
-    def all_notes(self) -> list[str]:
-        notes = [*self.notes]
-        missing = [line for section in self.firsts for line in section.not_run]
-        if missing:
-            notes.append(f"rows without a finished run: {len(missing)}")
-        return [*notes, *notes_of(self.counted)]
-
-    def csv(self) -> str:
-        """Returns the unrounded numbers, a line for each row and outcome."""
-        lines = [plain(line) for section in self.sections for line in section.lines]
-        return pd.DataFrame(lines).to_csv(index=False, lineterminator="\n")
-
-    def write(self, outputs: Path) -> list[Path]:
-        """Writes .md and .csv to the report beside the runs."""
-        folder = outputs / REPORT
-        folder.mkdir(parents=True, exist_ok=True)
-        text = "\n".join([f"# {self.title}\n", *self.lines()])
-        files = {folder / f"{self.name}.md": f"{text}\n", folder / f"{self.name}.csv": self.csv()}
-        for path, content in files.items():
-            write_text(path, content)
-        return [*files]
-
-
-def plain(line: Line) -> dict[str, Any]:
-    """Returns a line as a row of a .csv file."""
-    entry, outcome = line.entry, OUTCOMES[line.outcome]
-    found: dict[str, Any] = {
-        "study": entry.id.study,
-        "row": entry.id.row,
-        **dict(entry.id.point),
-        "column": entry.id.column,
-        "outcome": outcome.measure,
-        "half": outcome.half,
-        "n": line.n,
-        "mean": line.mean,
-        "std": line.std,
-        "printed": entry.printed.get(outcome.measure, math.nan),
-        "printed_difference": entry.printed_difference,
-        "compared_with": entry.against_text,
-    }
-    if line.test is not None:
-        found |= asdict(line.test)
-    found |= {"p": line.p, "p_holm": line.p_holm, "role": entry.role, "state": entry.state}
-    return {**found, **{name: line.mean_of(name) for name in MEASURES}}
-
-
-def notes_of(counted: Counted) -> Iterator[str]:
-    """Yields which runs are not counted, and how many are, with their hours and git revisions."""
-    left_out = [*counted.left_out.items()]
-    for place, reason in left_out[:MOST_NAMED]:
-        yield f"not counted: {place.name}: {reason}"
-    if len(left_out) > MOST_NAMED:
-        yield f"and {len(left_out) - MOST_NAMED} more that are not counted"
-    revisions = sorted({run.git_revision[:10] for run in counted.runs if run.git_revision})
-    seconds = math.fsum(run.numbers.get("seconds", 0.0) for run in counted.runs)
-    yield (
-        f"{len(counted.runs)} finished runs, {seconds / 3600:.2f} hours in total, "
-        f"git {', '.join(revisions) or 'unknown'}"
-    )

@@ -6,6 +6,7 @@ Letters: b batch, c classes, k the BEST most probable classes, or all if there a
 import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,15 @@ from reproduction.training.ranks import World
 from tokenmixup.contexts import evaluating
 
 BEST = 5
-Batch = tuple[Tensor, Tensor, Tensor]  # targets b, the best classes b k, their probabilities b k
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
+
+
+class Predicted(NamedTuple):
+    """What is predicted for a batch."""
+
+    targets: Tensor  # b
+    best: Tensor  # b k, the most probable class first
+    probabilities: Tensor  # b k, of the best
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
@@ -33,18 +41,18 @@ def evaluate(
     loader: Iterable[list[Tensor]],
     world: World,
     precision: str,
-) -> tuple[dict[str, float], list[Batch]]:
+) -> tuple[dict[str, float], list[Predicted]]:
     """Evaluates on this rank's images and sums over the ranks: every image counts exactly once.
 
     Returns `top1` and `top5` in percent and `eval_loss`, the mean cross-entropy in nats, and what
     is predicted for this rank's images. `loader` yields images `b 3 h w` (uint8) and classes `b`.
     Raises PlainError if the loss is not finite.
     """
-    batches = list[Batch]()
+    batches = list[Predicted]()
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)
     with evaluating(model):
         for batch in loader:
-            images, targets = (x.to(world.device, non_blocking=True) for x in batch)
+            images, targets = [x.to(world.device, non_blocking=True) for x in batch]
             with autocast(world.device, precision):
                 logits = model(normalize(images)).float()
             best = logits.topk(min(BEST, logits.shape[1])).indices  # b k, the most probable first
@@ -53,7 +61,7 @@ def evaluate(
             count = loss.new_full((), len(targets))
             # does not wait for the device
             totals += torch.stack([count, hits[:, 0].sum(), hits.sum(), loss]).double()
-            batches.append((targets, best, logits.softmax(dim=1).gather(1, best)))
+            batches.append(Predicted(targets, best, logits.softmax(dim=1).gather(1, best)))
     images, top1, top5, loss = world.sum(totals).tolist()
     if not math.isfinite(loss):
         raise PlainError(f"the held-out loss is {loss}")

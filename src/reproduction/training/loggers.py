@@ -2,8 +2,8 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,8 @@ class WandbLog:
     def close(self, status: str) -> None:
         try:
             self.run.finish(exit_code=0 if status == "finished" else 1)
-            if not (self.run.url or self.run.disabled):
+            is_offline = not (self.run.url or self.run.disabled)
+            if is_offline:
                 place = Path(self.run.dir).parent
                 say(f"wandb: recorded offline, to upload it: wandb sync {place}")
         finally:
@@ -82,7 +83,8 @@ class TensorBoardLog:
     def __init__(self, given: dict[str, Any], config: Config, folder: RunFolder, step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.step, path = step, str(folder.path / "tensorboard")
+        self.step = step
+        path = str(folder.path / "tensorboard")
         self.writer: Any = SummaryWriter(path, purge_step=step + 1, **given)
 
     def log(self, line: dict[str, Any]) -> None:
@@ -95,6 +97,12 @@ class TensorBoardLog:
         self.writer.close()
 
 
+LOGGERS: dict[str, type[WandbLog | TensorBoardLog]] = {
+    "tensorboard": TensorBoardLog,
+    "wandb": WandbLog,
+}
+
+
 class Logs:
     """The configured loggers of a run that continues after `step`.
 
@@ -105,10 +113,11 @@ class Logs:
 
     def __init__(self, chosen: Mapping[Any, Any], config: Config, folder: RunFolder, step: int):
         self.loggers = dict[str, WandbLog | TensorBoardLog]()
-        for name, kind in (("tensorboard", TensorBoardLog), ("wandb", WandbLog)):
+        for name, kind in LOGGERS.items():
+            if chosen.get(name) is None:
+                continue
             try:
-                if chosen.get(name) is not None:
-                    self.loggers[name] = kind(chosen[name], config, folder, step)
+                self.loggers[name] = kind(chosen[name], config, folder, step)
             except Exception as error:
                 self.close("failed")
                 _teardown()
@@ -116,21 +125,25 @@ class Logs:
                 raise UserError(f"logger.{name}: {reason}") from error
 
     def log(self, line: dict[str, Any]) -> None:
-        self._all("log", line)
+        for name, logger in [*self.loggers.items()]:
+            with self._left_out_if_it_fails(name):
+                logger.log(line)
 
     def close(self, status: str) -> None:
-        self._all("close", status)
-
-    def _all(self, method: str, value: Any) -> None:
         for name, logger in [*self.loggers.items()]:
-            try:
-                getattr(logger, method)(value)
-            except Exception as error:
-                del self.loggers[name]
-                if name == "wandb":
-                    _teardown()
-                left = "all lines are in metrics.jsonl"
-                warn(f"warning: {name} failed ({first_line(error)}); {left}")
+            with self._left_out_if_it_fails(name):
+                logger.close(status)
+
+    @contextmanager
+    def _left_out_if_it_fails(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            del self.loggers[name]
+            if name == "wandb":
+                _teardown()
+            reason = first_line(error)
+            warn(f"warning: {name} failed ({reason}); all lines are in metrics.jsonl")
 
 
 def _teardown() -> None:

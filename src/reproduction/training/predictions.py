@@ -24,7 +24,7 @@ from reproduction.models.build import build_model, place, without_weights
 from reproduction.models.weights import matching_state
 from reproduction.system import is_first_rank, local_ranks, progress, warn, write_text
 from reproduction.training.checkpoint import check_classes, read_plain
-from reproduction.training.evaluate import Batch, evaluate
+from reproduction.training.evaluate import Predicted, evaluate
 from reproduction.training.ranks import World, join_world, on_ranks, resolve_device
 
 
@@ -70,45 +70,52 @@ def _evaluate(
     precision = config.recipe.precision
     with join_world(resolve_device(config.device, config.devices, precision)) as world:
         weights, loaded = read_plain(checkpoints)
-        data = (
-            opened(replace(config.dataset, limit=None, validation=0.0))
-            if images is None
-            else unlabelled(images, weights.classes or [])
-        )
+        if images is None:
+            data = opened(replace(config.dataset, limit=None, validation=0.0))
+        else:
+            data = unlabelled(images, weights.classes or [])
         if weights.classes is not None:
             check_classes(weights.origin, weights.classes, data.classes)
-        for remark in data.remarks if world.is_main else ():
-            warn(f"warning: {remark}")
+        if world.is_main:
+            for remark in data.remarks:
+                warn(f"warning: {remark}")
         data = in_memory(data, ("held_out",), local_ranks(config.devices))
         model = build_model(without_weights(config.model), len(data.classes))
         model.load_state_dict(matching_state(weights, model))
+        model = place(model, world.device)
         normalize = build_normalize(config.dataset.mean, config.dataset.std, world.device)
         pin = world.device.type == "cuda"
         loader = build_evaluation_loader(config, data.held_out, world.rank, world.size, pin)
         batches = progress(loader, "evaluation", length_hint(loader))
-        model = place(model, world.device)
         scores, predicted = evaluate(model, normalize, batches, world, precision)
-        found = gathered(predicted, world, data)
         facts = {
+            "images": len(data.held_out),
             "dataset": config.dataset.name,
             "root": config.dataset.root,
             "settings": evaluated(config),
         }
-        return {**scores, "images": len(data.held_out), **facts, **loaded}, found
+        return {**scores, **facts, **loaded}, gathered(predicted, world, data)
 
 
-def gathered(batches: list[Batch], world: World, source: Data) -> Predictions:
+def gathered(batches: list[Predicted], world: World, source: Data) -> Predictions:
     """Returns the predictions of all ranks, each of which has those of its batches."""
-    own = [torch.cat(parts).cpu().numpy() for parts in zip(*batches, strict=True)]
-    number, by_rank = len(source.held_out), world.gather(own)
-    # rank r has evaluated the images r, r + size, ..., see `build_evaluation_loader`
-    order = np.argsort(
-        np.concatenate([np.arange(r, number, world.size) for r in range(world.size)])
+    ours = [torch.cat(parts).cpu().numpy() for parts in zip(*batches, strict=True)]
+    by_rank = [arrays for arrays in world.gather(ours) if arrays]  # few images: the first ranks
+    number = len(source.held_out)
+    columns = []
+    for parts in zip(*by_rank, strict=True):
+        column = np.empty((number, *parts[0].shape[1:]), parts[0].dtype)
+        for rank, part in enumerate(parts):
+            column[rank :: world.size] = part  # see `build_evaluation_loader`
+        columns.append(column)
+    targets, best, probabilities = columns
+    return Predictions(
+        images=[source.held_out.name(index) for index in range(number)],
+        classes=source.classes,
+        targets=targets,
+        best=best,
+        probabilities=probabilities,
     )
-    columns = zip(*(part for part in by_rank if part), strict=True)
-    targets, best, probabilities = (np.concatenate(parts)[order] for parts in columns)
-    names = [source.held_out.name(index) for index in range(number)]
-    return Predictions(names, source.classes, targets, best, probabilities)
 
 
 def write_predictions(path: Path, found: Predictions, labelled: bool = True) -> None:
@@ -116,25 +123,37 @@ def write_predictions(path: Path, found: Predictions, labelled: bool = True) -> 
 
     Images that are not `labelled` have no column of their class.
     """
-    names, columns = np.array(found.classes, dtype=object), dict[str, Any](image=found.images)
+    names = np.array(found.classes, dtype=object)
+    columns: dict[str, Any] = {"image": found.images}
     if labelled:
         columns["class"] = names[found.targets]
-    for rank, (best, values) in enumerate(zip(found.best.T, found.probabilities.T, strict=True)):
-        suffix = f"_{rank + 1}" if rank else ""
-        columns |= {f"predicted{suffix}": names[best], f"probability{suffix}": values}
+    for rank in range(found.best.shape[1]):
+        suffix = ""
+        if rank > 0:
+            suffix = f"_{rank + 1}"
+        columns[f"predicted{suffix}"] = names[found.best[:, rank]]
+        columns[f"probability{suffix}"] = found.probabilities[:, rank]
     _write_csv(path, pd.DataFrame(columns), index=False, float_format="%.6g")
 
 
 def write_tables(result: Path, found: Predictions) -> None:
     """Writes accuracy per class and confusion matrix beside `result`, a JSON file."""
     names, targets = found.classes, found.targets
-    counts = np.zeros((len(names),) * 2, dtype=np.int64)  # by class and prediction
+    counts = np.zeros((len(names), len(names)), dtype=np.int64)  # by class and prediction
     np.add.at(counts, (targets, found.best[:, 0]), 1)
-    hits = np.bincount(targets[(found.best == targets[:, None]).any(axis=1)], minlength=len(names))
-    totals = counts.sum(axis=1)
-    shares = [100 * x / np.where(totals > 0, totals, np.nan) for x in (counts.diagonal(), hits)]
-    rows = {"images": totals, "top1": shares[0], "top5": shares[1]}
-    accuracies, confusion = pd.DataFrame(rows, names), pd.DataFrame(counts, names, names)
+    is_among_best = (found.best == targets[:, None]).any(axis=1)
+    among_best = np.bincount(targets[is_among_best], minlength=len(names))
+    images = counts.sum(axis=1)
+    some = np.where(images > 0, images, np.nan)  # a class without images has no accuracy
+    accuracies = pd.DataFrame(
+        {
+            "images": images,
+            "top1": 100 * counts.diagonal() / some,
+            "top5": 100 * among_best / some,
+        },
+        names,
+    )
+    confusion = pd.DataFrame(counts, names, names)
     _write_csv(table_path(result, "classes"), accuracies, index_label="class", float_format="%.2f")
     _write_csv(table_path(result, "confusion"), confusion, index_label="class")
 

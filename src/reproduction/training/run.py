@@ -36,7 +36,6 @@ from reproduction.system import (
 from reproduction.training import metrics
 from reproduction.training.checkpoint import Clock, load_last, save_plain
 from reproduction.training.fit import Run, RunState, fit, progress_entries, restore, save, write
-from reproduction.training.labels import AttentionLabels
 from reproduction.training.loggers import Logs
 from reproduction.training.ranks import World, join_world, on_ranks, resolve_device
 from reproduction.training.step import Trainer
@@ -137,9 +136,6 @@ def check(config: Config) -> None:
 def check_model(config: Config, module: TokenMixup) -> None:
     """Raises UserError for what a pass of the model on the meta device refuses."""
     models.tokens_of(config.model, module)
-    cutmix = config.augmentation.cutmix
-    if cutmix is not None and cutmix.labels == "attention":
-        AttentionLabels(module.model)
 
 
 def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:

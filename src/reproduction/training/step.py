@@ -21,7 +21,6 @@ from reproduction.models.build import compile_module, place
 from reproduction.models.weights import module_state
 from reproduction.training.evaluate import autocast
 from reproduction.training.graph import StepGraph
-from reproduction.training.labels import AttentionLabels
 from reproduction.training.ranks import World
 from tokenmixup import Output, TokenMixup, training_loss
 from tokenmixup.output import Stat
@@ -69,10 +68,6 @@ class Trainer:
         self.average: ModelEmaV3 | None = None
         if recipe.ema_decay is not None:
             self.average = ModelEmaV3(module.model, decay=recipe.ema_decay)
-        self.attention_labels: AttentionLabels | None = None
-        cutmix = config.augmentation.cutmix
-        if cutmix is not None and cutmix.labels == "attention":
-            self.attention_labels = AttentionLabels(module.model)
         self.parallel = world.parallel(module)
         self.uses_scaler = recipe.precision == "float16"
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.uses_scaler)
@@ -101,7 +96,6 @@ class Trainer:
             parts = self._update(images, classes, global_size, draws)
         else:  # has captured `_update`
             self._set_optimizer(lr=self.lr_of_graphs.fill_(self.lr), capturable=True)
-            draws = draws._replace(box=None)  # another box would be another graph
             parts = cast(list[MicroBatch], self.graph(images, classes, global_size, draws))
         self.step += 1
         return parts
@@ -158,15 +152,11 @@ class Trainer:
 
     def _forward_and_backward(self, part: Mixed, global_size: int) -> MicroBatch:
         """Adds the gradients of a micro-batch: labels, the mixing of tokens, loss, backward."""
-        num_classes, smoothing = len(self.classes), self.recipe.label_smoothing
+        targets = part.targets(len(self.classes), self.recipe.label_smoothing)
         with autocast(self.world.device, self.recipe.precision):
             # This is TokenMixup.forward; what it does to the blocks of the model is in
             # Pass.run_block (tokenmixup/passes.py).
-            targets = part.targets(num_classes, smoothing)
             output: Output = self.parallel(part.images, targets)
-            if self.attention_labels is not None:  # of the pass that has just been
-                targets = self.attention_labels(part).targets(num_classes, smoothing)
-                output = output._replace(targets=targets)
         loss = training_loss(output)
         n = len(part.images)
         # DDP averages over the ranks: the world size turns that mean into a sum.

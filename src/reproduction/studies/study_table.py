@@ -1,6 +1,7 @@
 """The table of a study: its rows with what is printed of them, its looks, its latencies."""
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import nan
@@ -10,10 +11,11 @@ import pandas as pd
 
 from reproduction.identity import RowId, changes_result, digest
 from reproduction.start import Point
+from reproduction.studies.lines import Entry, Line, lines_of
 from reproduction.studies.results import OUTCOMES, Run, counted, judged_by
 from reproduction.studies.study import PAPERS, Cell, Study, cells, comparisons, studies
-from reproduction.studies.table import Entry, table
-from reproduction.studies.text import REPORT, Section, Table, says
+from reproduction.studies.table import REPORT, Section, Table
+from reproduction.studies.text import judged_on
 from reproduction.words import key_of
 
 LATENCY = "latency.json"  # of scripts/latency.py, beside the tables
@@ -99,27 +101,34 @@ def study_table(plan: Planned, runs: Sequence[Run], outputs: Path | None = None)
         notes.insert(0, note)
     entries = entries_of(plan)
     tested = study.tested or judged_by(shown)
-    sections = []
-    for name in [tested, *(x for x in OUTCOMES if x != tested)]:
-        lines = table(entries, shown, name, is_tested=name == tested)
-        for column in dict.fromkeys(entry.id.column for entry in entries):
-            section = Section(
-                title=_title(column, name, is_tested=name == tested),
-                lines=[line for line in lines if line.entry.id.column == column],
-                is_first=name == tested,
-            )
-            if section.is_first or section.run:
-                sections.append(section)
+    sections = _sections(entries, shown, tested, is_tested=True)
+    for outcome in OUTCOMES:
+        if outcome != tested:
+            others = _sections(entries, shown, outcome, is_tested=False)
+            sections += [section for section in others if section.finished]
     return Table(
         name=plan.file,
         title=study.title,
-        about=[*plan.about, *says(tested)],
+        about=[*plan.about, *judged_on(tested)],
         sections=sections,
         counted=chosen,
         notes=notes,
         extras={} if outputs is None else latencies(study, outputs),
         planned=plan.runs,
     )
+
+
+def _sections(
+    entries: Sequence[Entry], runs: Sequence[Run], outcome: str, is_tested: bool
+) -> list[Section]:
+    """Returns the lines of all rows, judged by an outcome, by column."""
+    by_column = defaultdict[str, list[Line]](list)
+    for line in lines_of(entries, runs, outcome, is_tested):
+        by_column[line.entry.id.column].append(line)
+    return [
+        Section(title=_title(column, outcome, is_tested), lines=lines, is_tested=is_tested)
+        for column, lines in by_column.items()
+    ]
 
 
 def latencies(study: Study, outputs: Path) -> dict[str, pd.DataFrame]:

@@ -68,9 +68,11 @@ def draw_mixed_samples(path: Path, steps: pd.DataFrame, batch_size: int) -> None
     """Draws difficulty and mixed samples per batch over training, as in the paper's Figure 4."""
     with figure(path, 3, 1, figsize=(6, 6), sharex=True) as (difficulty, samples, tokens):
         epochs = steps.dropna(subset="difficulty").groupby("epoch")  # before off_epoch
-        low, median, high = (epochs.difficulty.quantile(x) for x in (0.05, 0.5, 0.95))
         middle = epochs.step.mean()
+        low = epochs.difficulty.quantile(0.05)
+        high = epochs.difficulty.quantile(0.95)
         difficulty.fill_between(middle, low, high, color=VERMILION, alpha=0.2, linewidth=0)
+        median = epochs.difficulty.quantile(0.5)
         difficulty.plot(middle, median, color=VERMILION, marker=".", markersize=3)
         difficulty.set_ylabel("mean difficulty\nof a batch [nats]")
         _from_zero(difficulty)
@@ -109,7 +111,8 @@ def draw_accuracy(path: Path, steps: pd.DataFrame, epochs: pd.DataFrame) -> None
 
 def _from_zero(axes: Axes, top: float | None = None) -> None:
     """Lets an axis begin at zero, with room for a line there and at the top."""
-    top = axes.get_ylim()[1] if top is None else top
+    if top is None:
+        _, top = axes.get_ylim()
     axes.set_ylim(-0.03 * top, 1.03 * top)
 
 
@@ -127,11 +130,13 @@ def draw_confusion(result: Path) -> Path:
     """Draws `<result>-confusion.csv` as a .png, which it returns, and a .pdf beside it."""
     table = result.with_name(f"{result.stem}-confusion.csv")
     with table.open(newline="") as file:
-        (_, *classes), *rows = csv.reader(file)
+        header, *rows = csv.reader(file)
+    classes = header[1:]
     counts = np.array([row[1:] for row in rows], dtype=np.int64)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    picture = table.with_suffix(".png")
     side = 2.5 + 0.3 * min(len(classes), MOST_NAMES)
-    with figure(picture := table.with_suffix(".png"), figsize=(side + 1, side)) as axes:
+    with figure(picture, figsize=(side + 1, side)) as axes:
         image = axes.imshow(100 * shares, cmap="Blues", vmin=0, vmax=100)
         axes.figure.colorbar(image, label="% of the images of a class")
         axes.set_xlabel("predicted")
@@ -140,14 +145,22 @@ def draw_confusion(result: Path) -> Path:
             names = [shortened(name, LONGEST_CLASS) for name in classes]
             axes.set_xticks(range(len(names)), names, rotation=90)
             axes.set_yticks(range(len(names)), names)
-        for (row, column), count in np.ndenumerate(counts if len(classes) <= MOST_COUNTS else []):
-            color = "white" if shares[row, column] > 0.5 else "black"
-            text = str(count) if count else ""
-            axes.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
+        if len(classes) <= MOST_COUNTS:
+            _write_counts(axes, counts, shares)
     return picture
+
+
+def _write_counts(axes: Axes, counts: np.ndarray, shares: np.ndarray) -> None:
+    """Writes each count that is not 0 into its cell, light on dark."""
+    for row, column in np.argwhere(counts):
+        color = "white" if shares[row, column] > 0.5 else "black"
+        text = str(counts[row, column])
+        axes.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
 
 
 def shortened(name: str, longest: int) -> str:
     """Returns the name of a class in one line of printable characters."""
     name = " ".join(name.split())
-    return name if len(name) <= longest else f"{name[: longest - 3]}..."
+    if len(name) <= longest:
+        return name
+    return f"{name[: longest - 3]}..."

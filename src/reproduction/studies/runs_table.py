@@ -9,9 +9,10 @@ import pandas as pd
 from reproduction.config import Config
 from reproduction.identity import RowId, digest, key, settings
 from reproduction.start import Point
+from reproduction.studies.lines import Entry, lines_of
 from reproduction.studies.results import Counted, Run, counted, judged_by
-from reproduction.studies.table import Entry, table
-from reproduction.studies.text import NOTHING, Section, Table, says, value_text
+from reproduction.studies.table import Section, Table
+from reproduction.studies.text import NOTHING, judged_on, value_text
 from reproduction.system import UserError
 
 STACK = "augmentation.mixing"  # the stack, as a setting
@@ -30,6 +31,11 @@ class Groups:
     texts: pd.DataFrame
     heads: list[str]  # in which groups differ
     following: list[str]  # that differ with them
+
+    @property
+    def file(self) -> str:
+        """What the files of their table are named after, empty if nothing differs."""
+        return "-".join(name.rpartition(".")[2] for name in self.heads)
 
     def id(self, group: Hashable) -> RowId:
         return RowId(point=tuple((name, self.texts[name][group]) for name in self.heads))
@@ -99,10 +105,10 @@ def runs_table(runs: Sequence[Run], against: str | None = None) -> Table:
         notes.append(f"differs as well: {', '.join(groups.following)}")
     outcome = judged_by(chosen.runs)
     return Table(
-        name="-".join(name.rpartition(".")[2] for name in groups.heads) or "runs",
+        name=groups.file or "runs",
         title="Runs",
-        about=says(outcome),
-        sections=[Section(title="", lines=table(entries, chosen.runs, outcome))],
+        about=judged_on(outcome),
+        sections=[Section(title="", lines=lines_of(entries, chosen.runs, outcome))],
         counted=chosen,
         notes=notes,
         planned=len(usable),
@@ -116,8 +122,7 @@ def sweep_table(points: Sequence[Point], runs: Sequence[Run]) -> Table:
     shared = [word for word in points[0].words if all(word in point.words for point in points)]
     words = ", ".join(f"`{word}`" for word in shared) or "the defaults"
     keys = ", ".join(f"`{name}`" for name in plan.heads) or "seeds"
-    seeds = ", ".join(str(seed) for seed in sorted({point.config.seed for point in points}))
-    name = "-".join(name.rpartition(".")[2] for name in plan.heads) or "seeds"
+    seeds = ", ".join(map(str, sorted({point.config.seed for point in points})))
     mark = digest(sorted(key(point.config) for point in points))
     about = f"A sweep over {keys}, with {words}; seeds {seeds}."
     notes = [*begun.notes]
@@ -126,7 +131,7 @@ def sweep_table(points: Sequence[Point], runs: Sequence[Run]) -> Table:
         notes.append(f"rows that have not begun: {not_begun}")
     return replace(
         begun,
-        name=f"{name}-{mark}",
+        name=f"{plan.file or 'seeds'}-{mark}",
         about=[about, *begun.about],
         notes=notes,
         planned=len(points),
@@ -157,6 +162,7 @@ def _bases(texts: pd.DataFrame, choice: str) -> dict[Hashable, Hashable]:
     bases = others[texts[named[0]] == value]
     found = {}
     for group, row in others.iterrows():
+        # a base without htm, say, has none of its settings
         is_same = (bases == row) | (bases == NOTHING)
         fits = bases.index[is_same.all(axis=1)]
         if len(fits) == 1:

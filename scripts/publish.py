@@ -1,0 +1,20 @@
+"""Adds the line of a finished run to the published results of its study: `make publish`."""
+
+from pathlib import Path
+
+from reproduction.system import Parser, one_line_errors
+
+
+@one_line_errors("publish.py")
+def main() -> None:
+    parser = Parser(prog="publish.py", description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a finished run")
+    parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="as results/STUDY.yaml")
+    args = parser.parse_args()
+    from reproduction.studies.published import publish
+
+    publish(args.run, args.study)
+
+
+if __name__ == "__main__":
+    main()
