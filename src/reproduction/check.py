@@ -66,7 +66,7 @@ class Checks:
         """Checks the device, the images and the model."""
         import torch
 
-        from reproduction.models.build import build_module
+        from reproduction.models.build import build_module, tokens_of
         from reproduction.training import run
 
         setting = f"{key(config, seed=False)} {config.device} {config.compile}"
@@ -81,7 +81,7 @@ class Checks:
             return
         with torch.device("meta"):
             module = build_module(config.model, config.augmentation, CLASSES)
-        run.check_model(config, module)
+        tokens_of(config.model, module)
 
     def device(self, config: Config) -> None:
         from reproduction.training.ranks import resolve_device  # imports torch

@@ -120,7 +120,7 @@ def check(config: Config) -> None:
     first_rank = World(rank=0, size=config.devices, device=torch.device("meta"))
     built = build(config, first_rank)
     batches = built.batches
-    check_model(config, built.module)
+    models.tokens_of(config.model, built.module)  # refuses what only a pass can tell
     images = loaders.build_training_images(config, built.data.train)
     try:
         images[0, 0]  # reads the first one
@@ -131,11 +131,6 @@ def check(config: Config) -> None:
     if fewest < count:
         reason = f"some batches leave {fewest} images to a rank, allowed is 1..{fewest}"
         raise UserError(f"recipe.grad_accum_steps={count}: {reason}")
-
-
-def check_model(config: Config, module: TokenMixup) -> None:
-    """Raises UserError for what a pass of the model on the meta device refuses."""
-    models.tokens_of(config.model, module)
 
 
 def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
