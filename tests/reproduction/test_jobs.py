@@ -104,6 +104,7 @@ def test_an_interrupted_sweep_goes_on_with_the_same_command(here: Path):
     with disturbed("SIGINT", at=70):
         result = train(*sweep)
     assert result.status == 130 and "repeat the command" in result.err
+    assert "0 of 2 runs are finished" in result.out and "1 interrupted" in result.out
     assert statuses() == ["interrupted"] and 0 < runs()[0].checkpoint()["step"] < 6
     assert train(*sweep).status == 0 and statuses() == ["finished"] * 2
     assert train("name=whole", "output_root=other", "seed=0", *MINE).status == 0

@@ -25,8 +25,13 @@ from tokenmixup import Adapter
 
 SMALL: dict[str, Any] = {"depth": 3, "embed_dim": 48, "num_heads": 3}
 SIZES: dict[str, Any] = {
-    **{"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 32},
-    **{"intermediate_size": 64, "patch_size": 8, "num_labels": CLASSES},
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "intermediate_size": 64,
+    "patch_size": 8,
+    "num_labels": CLASSES,
 }
 SWIN: dict[str, Any] = {"img_size": 64, "window_size": 4, "embed_dim": 24, "depths": (2, 2, 2, 2)}
 PVT: dict[str, Any] = {"embed_dims": (16, 32, 40, 64), "depths": (1, 2, 1, 1)}
@@ -58,7 +63,9 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queries, self.keys, self.values = (nn.Linear(32, 32) for _ in "qkv")
+        self.queries = nn.Linear(32, 32)
+        self.keys = nn.Linear(32, 32)
+        self.values = nn.Linear(32, 32)
         self.out = nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -154,8 +161,12 @@ KINDS: dict[str, Kind] = {
     "rope": of_timm("vit_betwixt_patch16_rope_reg4_gap_256", 4),
     "dinov3": of_timm("vit_small_patch16_dinov3_qkvb", 5),  # rotates halves
     "grouped": of_timm(
-        *("vit_small_patch16_dinov3_qkvb", 5),
-        **{"num_kv_heads": 1, "qkv_fused": False, "qk_norm": True, "attn_type": "rope"},
+        "vit_small_patch16_dinov3_qkvb",
+        prefix=5,
+        num_kv_heads=1,
+        qkv_fused=False,
+        qk_norm=True,
+        attn_type="rope",
     ),
     "perception encoder": of_timm("vit_pe_core_tiny_patch16_384", 1),
     "beit": of_timm("beit_base_patch16_224"),  # a relative position table in each block
@@ -170,14 +181,15 @@ KINDS: dict[str, Kind] = {
     "vit-lite": Kind(small_vit_lite, 1, True, 16),
     "torchvision": Kind(
         lambda: torchvision.models.VisionTransformer(32, 8, 3, 4, 32, 64, num_classes=CLASSES),
-        *(1, True),
+        prefix=1,
+        reads=True,
         blocks="encoder.layers",
     ),
     "hf vit": Kind(partial(huggingface, "ViT"), 1, True, blocks="vit.layers"),
     "hf deit": Kind(partial(huggingface, "DeiT"), 2, True, blocks="deit.layers"),
     "hf dinov2": Kind(
         partial(huggingface, "Dinov2"),
-        *(1, False),
+        prefix=1,
         blocks="dinov2.encoder.layer",
         unused="dinov2.embeddings.mask_token",
     ),
@@ -190,7 +202,10 @@ KINDS: dict[str, Kind] = {
         "swin_tiny_patch4_window7_224", (1, 3), 56, "layers.*.blocks", **SWIN | {"img_size": 56}
     ),
     "swin, any size": staged(
-        *("swin_tiny_patch4_window7_224", (1,), 96, "layers.*.blocks"),
+        "swin_tiny_patch4_window7_224",
+        layers=(1,),
+        pixels=96,
+        blocks="layers.*.blocks",
         **SWIN | {"strict_img_size": False},
     ),
     "swin v2": staged("swinv2_tiny_window8_256", (0, 1, 3), 64, "layers.*.blocks", **SWIN),
@@ -199,28 +214,27 @@ KINDS: dict[str, Kind] = {
     "hiera": staged("hiera_tiny_224", (0, 1, 3, 5, 9), 64, "blocks", img_size=64, embed_dim=24),
 }
 QUICK = (  # the others are like one of these
-    *(
-        "vit",
-        "registers",
-        "normed queries",
-        "naflexvit",
-        "eva02",
-        "rope of each block",
-        "dinov3",
-        "grouped",
-    ),
-    *(
-        "beit",
-        "relpos, class token",
-        "cait",
-        "parallel",
-        "cct",
-        "torchvision",
-        "hf vit",
-        "encoder",
-        "by hand",
-    ),
-    *("swin, padded", "swin v2", "pvt v2", "hiera"),
+    "vit",
+    "registers",
+    "normed queries",
+    "naflexvit",
+    "eva02",
+    "rope of each block",
+    "dinov3",
+    "grouped",
+    "beit",
+    "relpos, class token",
+    "cait",
+    "parallel",
+    "cct",
+    "torchvision",
+    "hf vit",
+    "encoder",
+    "by hand",
+    "swin, padded",
+    "swin v2",
+    "pvt v2",
+    "hiera",
 )
 WITH_MEMORY = [name for name, kind in KINDS.items() if kind.vtm and not kind.stages]
 
@@ -337,8 +351,9 @@ def of_windows(block: Any, received: Tensor, b: int, rows: int, columns: int) ->
     saliency = torch.empty(b, rows, columns)
     for y in range(rows):
         for x in range(columns):
-            # the place in the shifted map, which is padded at the bottom and on the right
-            i, j = (y - down) % rows, (x - right) % columns
+            # row and column in the shifted map, which is padded at the bottom and on the right
+            i = (y - down) % rows
+            j = (x - right) % columns
             window = (i // height) * across + j // width
             saliency[:, y, x] = received[:, window, (i % height) * width + j % width]
     return (saliency / saliency.sum(dim=(1, 2), keepdim=True)).flatten(1)

@@ -32,17 +32,22 @@ from tokenmixup import (
 )
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-INF, NAN = float("inf"), float("nan")
+INF = float("inf")
+NAN = float("nan")
 RHOS = (0.0, 0.005, 0.02, 0.2)
-RULES: dict[str, dict[str, Any]] = (
-    {  # every value of a rule that is not the paper's
-        f"{option}={value}": {option: value}
-        for option, kind in get_type_hints(HTM).items()
-        if get_origin(kind) is Literal and option not in ("pooling", "difficulty")
-        for value in get_args(kind)[1:]
-    }
-    | {"rollout_steps=1": {"rollout_steps": 1}}
-)
+
+
+def other_rules() -> dict[str, dict[str, Any]]:
+    """Every value of a rule that is not the paper's, by its text."""
+    others: dict[str, dict[str, Any]] = {"rollout_steps=1": {"rollout_steps": 1}}
+    for option, kind in get_type_hints(HTM).items():
+        if get_origin(kind) is Literal and option not in ("pooling", "difficulty"):
+            _, *values = get_args(kind)
+            others |= {f"{option}={value}": {option: value} for value in values}
+    return others
+
+
+RULES = other_rules()
 
 
 class Batch(NamedTuple):
@@ -58,7 +63,9 @@ class Batch(NamedTuple):
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    b, t, c = draw(st.integers(1, 5)), draw(st.integers(1, 12)), draw(st.integers(2, 5))
+    b = draw(st.integers(1, 5))
+    t = draw(st.integers(1, 12))
+    c = draw(st.integers(2, 5))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     sharpness = draw(st.sampled_from([0.1, 1.0, 5.0]))
     saliency = (sharpness * torch.randn(b, t, generator=generator)).softmax(dim=1)
@@ -86,8 +93,15 @@ def rules(**settings: Any) -> Rules:
 
 def mix(batch: Batch, rho: float, by: Rules = Rules()) -> HorizontalMix:  # noqa: B008
     """Mixes with the easy samples told: their difficulty is 0, that of the others 1."""
-    *arrays, is_easy = batch
-    return mix_horizontal(*arrays, 1 - is_easy.float(), 1.0, rho, by)
+    return mix_horizontal(
+        tokens=batch.tokens,
+        targets=batch.targets,
+        saliency=batch.saliency,
+        difficulty=1 - batch.is_easy.float(),
+        tau=1.0,
+        rho=rho,
+        rules=by,
+    )
 
 
 # Algorithm 1
@@ -95,33 +109,36 @@ def mix(batch: Batch, rho: float, by: Rules = Rules()) -> HorizontalMix:  # noqa
 
 @given(batches(), st.sampled_from(RHOS))
 def test_mix_horizontal_equals_the_algorithm_written_out(batch: Batch, rho: float):
-    """Lines 5 to 8, one sample and one token at a time, with the donors found."""
-    found, prefix = mix(batch, rho), batch.prefix
+    """Lines 5 to 8, one sample and one token at a time, with the donors that it chose."""
+    mixed = mix(batch, rho)
     for i in range(len(batch.tokens)):
-        j = int(found.donor[i])
-        tokens, kept, taken = batch.tokens[i].clone(), 0.0, 0.0
+        j = int(mixed.donor[i])
+        tokens = batch.tokens[i].clone()
+        kept = 0.0
+        taken = 0.0
         for t, (own, other) in enumerate(zip(batch.saliency[i], batch.saliency[j], strict=True)):
             replaced = bool(batch.is_easy[i]) and bool(other - own > rho)
-            assert bool(found.mask[i, t]) == replaced
+            assert bool(mixed.mask[i, t]) == replaced
             if replaced:
-                tokens[prefix + t] = batch.tokens[j, prefix + t]
+                tokens[batch.prefix + t] = batch.tokens[j, batch.prefix + t]
                 taken += float(other)
             else:
                 kept += float(own)
             gained = float(other - own) if replaced else 0.0
-            assert float(found.gain[i, t]) == pytest.approx(gained, abs=1e-7)
+            assert float(mixed.gain[i, t]) == pytest.approx(gained, abs=1e-7)
         ratio = kept / (kept + taken) if taken else 1.0
-        assert torch.equal(found.tokens[i], tokens)
-        assert float(found.keep_ratio[i]) == pytest.approx(ratio, abs=1e-6)
+        assert torch.equal(mixed.tokens[i], tokens)
+        assert float(mixed.keep_ratio[i]) == pytest.approx(ratio, abs=1e-6)
         expected = ratio * batch.targets[i] + (1 - ratio) * batch.targets[j]
-        torch.testing.assert_close(found.targets[i], expected, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(mixed.targets[i], expected, atol=1e-6, rtol=1e-5)
 
 
 @given(batches(), st.sampled_from(RHOS))
 def test_easy_samples_get_the_best_different_donors_and_hard_ones_themselves(batch, rho):
-    found, easy = mix(batch, rho), batch.is_easy
-    assert torch.equal(found.donor[~easy], torch.arange(len(easy))[~easy])
-    donors = found.donor[easy]
+    mixed = mix(batch, rho)
+    easy = batch.is_easy
+    assert torch.equal(mixed.donor[~easy], torch.arange(len(easy))[~easy])
+    donors = mixed.donor[easy]
     assert donors.unique().numel() == donors.numel()
     gain = gain_by_definition(batch.saliency, rho)[easy]
     rows = torch.arange(len(gain))
@@ -131,40 +148,38 @@ def test_easy_samples_get_the_best_different_donors_and_hard_ones_themselves(bat
 
 @given(batches(), st.sampled_from([*RHOS, INF]))
 def test_without_easy_samples_or_below_rho_no_bit_changes(batch: Batch, rho: float):
-    for found in (
-        mix(batch, INF),
-        mix(batch._replace(is_easy=torch.zeros_like(batch.is_easy)), rho),
-    ):
-        assert torch.equal(found.tokens, batch.tokens) and not found.mask.any()
-        assert torch.equal(found.targets, batch.targets)
+    nobody = batch._replace(is_easy=torch.zeros_like(batch.is_easy))
+    for mixed in (mix(batch, INF), mix(nobody, rho)):
+        assert torch.equal(mixed.tokens, batch.tokens) and not mixed.mask.any()
+        assert torch.equal(mixed.targets, batch.targets)
 
 
 @pytest.mark.parametrize(("tau", "easy"), [(2.0, [0, 1]), (INF, [0, 1, 2, 3]), (0.0, [])])
 def test_samples_easier_than_tau_are_mixed(tau: float, easy: list[int]):
     tokens, targets, saliency = (x[:4] for x in one_batch()[:3])
     hard = torch.tensor([0.1, 1.9, 2.0, 9.0])
-    found = mix_horizontal(tokens, targets, saliency, hard, tau, 0.0)
-    assert found.is_easy.nonzero().flatten().tolist() == easy
+    mixed = mix_horizontal(tokens, targets, saliency, hard, tau, 0.0)
+    assert mixed.is_easy.nonzero().flatten().tolist() == easy
 
 
 def test_gradients_go_to_the_donors_and_none_to_saliency():
     tokens = torch.zeros(2, 2, 1, requires_grad=True)
     saliency = torch.tensor([[0.9, 0.1], [0.1, 0.9]], requires_grad=True)
-    found = mix(Batch(tokens, torch.eye(2), saliency, torch.tensor([True, False])), 0.0)
-    found.tokens[0].sum().backward()
-    assert tokens.grad is not None and not found.targets.requires_grad
+    mixed = mix(Batch(tokens, torch.eye(2), saliency, torch.tensor([True, False])), 0.0)
+    mixed.tokens[0].sum().backward()
+    assert tokens.grad is not None and not mixed.targets.requires_grad
     assert tokens.grad.squeeze(-1).tolist() == [[1.0, 0.0], [0.0, 1.0]]
 
 
 def test_zeros_and_what_is_not_finite():
     batch = one_batch()
-    found = mix(batch._replace(saliency=torch.zeros(5, 8)), 0.0)
-    assert torch.equal(found.targets, batch.targets) and (found.keep_ratio == 1).all()
+    mixed = mix(batch._replace(saliency=torch.zeros(5, 8)), 0.0)
+    assert torch.equal(mixed.targets, batch.targets) and (mixed.keep_ratio == 1).all()
     lost = batch._replace(saliency=torch.full((5, 8), NAN))
     for easy, rho in ((torch.zeros(5, dtype=torch.bool), 0.0), (batch.is_easy, INF)):
-        found = mix(lost._replace(is_easy=easy), rho)  # nothing is replaced, so it does not matter
-        assert torch.equal(found.tokens, batch.tokens) and found.gain.isnan().all()
-        assert torch.equal(found.targets, batch.targets)
+        mixed = mix(lost._replace(is_easy=easy), rho)  # nothing is replaced, so it does not matter
+        assert torch.equal(mixed.tokens, batch.tokens) and mixed.gain.isnan().all()
+        assert torch.equal(mixed.targets, batch.targets)
     for by in (Rules(), rules(matching="random")):
         with pytest.raises(FloatingPointError, match="not finite"):
             mix(lost, 0.0, by)
@@ -174,13 +189,9 @@ def test_zeros_and_what_is_not_finite():
 def test_a_rule_that_returns_another_type_is_named(rule: str):
     b, t = 4, 3
     arrays = torch.rand(b, t, 2), torch.eye(b), torch.rand(b, t), torch.zeros(b)
+    wrong = Rules()._replace(**{rule: lambda *_: torch.zeros(b)})
     with pytest.raises(TypeError, match=f"{rule}: returns torch.float32, must return torch"):
-        mix_horizontal(
-            *arrays,
-            tau=1.0,
-            rho=0.0,
-            rules=Rules()._replace(**{rule: lambda *_: torch.zeros(b)}),
-        )
+        mix_horizontal(*arrays, tau=1.0, rho=0.0, rules=wrong)
 
 
 def test_mix_horizontal_refuses_other_shapes():
@@ -269,23 +280,26 @@ def test_without_settings_the_rules_are_the_papers():
 @given(batches(), st.sampled_from(RHOS), st.integers(0, 2**31))
 def test_random_matching_draws_different_donors_for_easy_samples(batch, rho, seed):
     torch.manual_seed(seed)
-    found, easy = mix(batch, rho, RANDOM_MATCHING), batch.is_easy
-    assert found.donor[easy].unique().numel() == int(easy.sum())
-    assert torch.equal(found.donor[~easy], torch.arange(len(easy))[~easy])
-    gained = batch.saliency[found.donor] - batch.saliency > rho
-    assert torch.equal(found.mask, easy[:, None] & gained)
+    mixed = mix(batch, rho, RANDOM_MATCHING)
+    easy = batch.is_easy
+    assert mixed.donor[easy].unique().numel() == int(easy.sum())
+    assert torch.equal(mixed.donor[~easy], torch.arange(len(easy))[~easy])
+    gained = batch.saliency[mixed.donor] - batch.saliency > rho
+    assert torch.equal(mixed.mask, easy[:, None] & gained)
 
 
 @given(batches(), st.sampled_from(RHOS))
 def test_random_tokens_keep_pairs_and_numbers_and_label_by_attention(batch, rho):
     torch.manual_seed(1)
-    found, expected = mix(batch, rho, RANDOM_TOKENS), mix(batch, rho)
-    assert torch.equal(found.donor, expected.donor)
-    assert torch.equal(found.mask.sum(dim=1), expected.mask.sum(dim=1))
-    taken = batch.saliency[found.donor]
-    kept_sum, taken_sum = (batch.saliency * ~found.mask).sum(1), (taken * found.mask).sum(1)
+    mixed = mix(batch, rho, RANDOM_TOKENS)
+    expected = mix(batch, rho)
+    assert torch.equal(mixed.donor, expected.donor)
+    assert torch.equal(mixed.mask.sum(dim=1), expected.mask.sum(dim=1))
+    taken = batch.saliency[mixed.donor]
+    kept_sum = (batch.saliency * ~mixed.mask).sum(1)
+    taken_sum = (taken * mixed.mask).sum(1)
     ratio = torch.where(taken_sum > 0, kept_sum / (kept_sum + taken_sum), 1.0)
-    torch.testing.assert_close(found.keep_ratio[:, 0], ratio, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(mixed.keep_ratio[:, 0], ratio, atol=1e-6, rtol=1e-5)
 
 
 def test_random_tokens_are_spread_evenly():
@@ -297,20 +311,22 @@ def test_random_tokens_are_spread_evenly():
 
 @given(batches(), st.sampled_from(RHOS))
 def test_labels_by_count_ignore_saliency(batch: Batch, rho: float):
-    found, expected = mix(batch, rho, BY_COUNT), mix(batch, rho)
-    assert torch.equal(found.tokens, expected.tokens)
+    mixed = mix(batch, rho, BY_COUNT)
+    expected = mix(batch, rho)
+    assert torch.equal(mixed.tokens, expected.tokens)
     share = expected.mask.float().mean(dim=1, keepdim=True)
     targets = (1 - share) * batch.targets + share * batch.targets[expected.donor]
-    torch.testing.assert_close(found.targets, targets)
+    torch.testing.assert_close(mixed.targets, targets)
 
 
 @given(batches(), st.sampled_from(RHOS))
 def test_published_mask_compares_with_the_first_easy_sample(batch: Batch, rho: float):
-    found, expected = mix(batch, rho, PUBLISHED), mix(batch, rho)
-    assert torch.equal(found.donor, expected.donor)
+    mixed = mix(batch, rho, PUBLISHED)
+    expected = mix(batch, rho)
+    assert torch.equal(mixed.donor, expected.donor)
     first = batch.saliency[batch.is_easy][:1]
-    gained = batch.saliency[found.donor] - first > rho if len(first) else found.mask
-    assert torch.equal(found.mask, batch.is_easy[:, None] & gained)
+    gained = batch.saliency[mixed.donor] - first > rho if len(first) else mixed.mask
+    assert torch.equal(mixed.mask, batch.is_easy[:, None] & gained)
 
 
 @pytest.mark.parametrize("file", ["htm_seqpool", "htm_cls"])
@@ -320,12 +336,12 @@ def test_published_mask_and_order_reproduce_the_published_arrays(file: str, case
     recorded = dict(np.load(FIXTURES / f"{file}.npz"))
     names = ("tokens", "targets", "saliency", "is_easy", "out_tokens", "out_targets")
     *batch, tokens, targets = (torch.from_numpy(recorded[f"case{case}/{x}"]) for x in names)
-    found = mix(Batch(*batch), float(recorded[f"case{case}/rho"]), PUBLISHED)
-    order = (~found.is_easy).int().argsort(stable=True)
-    for ours, expected in ((found.tokens, tokens), (found.targets, targets)):
+    mixed = mix(Batch(*batch), float(recorded[f"case{case}/rho"]), PUBLISHED)
+    order = (~mixed.is_easy).int().argsort(stable=True)
+    for ours, expected in ((mixed.tokens, tokens), (mixed.targets, targets)):
         assert (ours[order] - expected).abs().max() <= 1e-4 * expected.abs().max()
-    mixed = float(found.mask.sum() / found.is_easy.sum())
-    assert mixed == pytest.approx(float(recorded[f"case{case}/mean_tokens_mixed"]))
+    per_sample = float(mixed.mask.sum() / mixed.is_easy.sum())
+    assert per_sample == pytest.approx(float(recorded[f"case{case}/mean_tokens_mixed"]))
 
 
 RANDOM_MATCHING, RANDOM_TOKENS = rules(matching="random"), rules(detector="random")

@@ -33,14 +33,15 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def attached(model: nn.Module | None = None, **settings: Any) -> Any:
     torch.manual_seed(0)
-    return attach(small_vit() if model is None else model, CLASSES, **settings).train()
+    return attach(model or small_vit(), CLASSES, **settings).train()
 
 
 # Where nothing mixes
 
 
 def test_evaluation_is_the_plain_model_bit_for_bit(batch):
-    plain, module = small_vit().eval(), attached(**BOTH)
+    plain = small_vit().eval()
+    module = attached(**BOTH)
     for _ in range(2):
         assert torch.equal(module.eval()(batch[0]), plain(batch[0]))
         assert isinstance(module.train()(*batch), Output)
@@ -65,18 +66,20 @@ def test_without_settings_training_is_the_plain_model(batch):
 @pytest.mark.parametrize("layers", [(1, 2), (2, 2), (2, 1)])
 def test_htm_that_replaces_nothing_beside_vtm_is_vtm_alone(batch, layers, more):
     """Whatever its detector: VTM chooses by the blocks' own maps."""
-    htm, vtm = {"layer": layers[0], "tau": 9.0, "rho": INF, **more}, {"layer": layers[1]}
-    both, alone = (
-        attached(**settings)(*batch) for settings in ({"htm": htm, "vtm": vtm}, {"vtm": vtm})
-    )
+    htm = {"layer": layers[0], "tau": 9.0, "rho": INF, **more}
+    vtm = {"layer": layers[1]}
+    both = attached(htm=htm, vtm=vtm)(*batch)
+    alone = attached(vtm=vtm)(*batch)
     torch.testing.assert_close(both.logits, alone.logits, atol=1e-6, rtol=1e-5)
 
 
 def test_a_list_of_one_layer_is_that_layer_bit_for_bit(batch):
-    listed = {"htm": {"layer": [1], "tau": [INF], "rho": [0.002]}, "vtm": {"layer": (2,)}}
-    first, second = (attached(**settings)(*batch) for settings in (BOTH, listed))
-    assert torch.equal(first.logits, second.logits) and torch.equal(first.targets, second.targets)
-    assert first.stats == second.stats
+    expected = attached(**BOTH)(*batch)
+    htm = {"layer": [1], "tau": [INF], "rho": [0.002]}
+    output = attached(htm=htm, vtm={"layer": (2,)})(*batch)
+    assert torch.equal(output.logits, expected.logits)
+    assert torch.equal(output.targets, expected.targets)
+    assert output.stats == expected.stats
 
 
 def test_after_the_end_of_mixing_training_is_the_plain_model(batch):
@@ -117,7 +120,7 @@ def test_figures_count_easy_samples_and_replaced_tokens(batch):
     tau = [float(mix.difficulty.median()) for mix in unmixed.layers]
     htm = {"layer": [1, 3], "tau": tau, "rho": 0.002}
     output = attached(htm=htm)(*batch)
-    stats, (first, second) = output.stats, output.layers
+    stats = output.stats
     for mix, tau in zip(output.layers, htm["tau"], strict=True):
         gains = mix.gain[mix.mask]
         assert torch.equal(mix.is_easy, mix.difficulty < tau) and 0 < mix.is_easy.sum() < 6
@@ -126,6 +129,7 @@ def test_figures_count_easy_samples_and_replaced_tokens(batch):
         assert stats[f"gain_max/{mix.layer}"] == gains.max() > gains.min() > 0.002
         torch.testing.assert_close(stats[f"gain_mean/{mix.layer}"], gains.mean())
         assert not mix.gain[~mix.mask].any() and not mix.mask[~mix.is_easy].any()
+    first, second = output.layers
     easy = first.is_easy | second.is_easy
     assert stats["mixed_samples"] == easy.sum() and torch.equal(output.is_easy, easy)
     tokens = (first.mask | second.mask).sum()
@@ -137,7 +141,8 @@ def test_figures_count_easy_samples_and_replaced_tokens(batch):
 def test_a_difficulty_of_tau_is_not_easy(batch):
     hard = attached(htm={"layer": 1})(*batch).layers[0].difficulty.detach()
     module = attached(htm={"layer": 1, "tau": float(hard.median()), "rho": 0.002})
-    output, pairs = module(*batch), module.mixed_pairs(*batch)
+    output = module(*batch)
+    pairs = module.mixed_pairs(*batch)
     assert output.stats["mixed_samples"] == (hard < hard.median()).sum() == 2
     assert torch.equal(pairs.mask, output.mask) and torch.equal(pairs.is_easy, output.is_easy)
     assert torch.equal(pairs.donor, output.layers[0].donor)
@@ -157,11 +162,10 @@ def test_auto_thresholds_are_those_of_the_classes_and_the_spatial_tokens(batch):
 
 
 def test_scorenet_pools_what_the_model_reads():
-    for build, pooling in ((small_vit, "class_token"), (small_vit_lite, "class_token")):
-        assert attached(build(), htm={"layer": 1}).scorenets["1"].pooling == pooling
-    assert attached(small_cct(), htm={"layer": 1}).scorenets["1"].pooling == "attention"
-    averaged = attached(small_vit(global_pool="avg"), htm={"layer": 1})
-    assert averaged.scorenets["1"].pooling == "attention"
+    for model in (small_vit(), small_vit_lite()):
+        assert attached(model, htm={"layer": 1}).scorenets["1"].pooling == "class_token"
+    for model in (small_cct(), small_vit(global_pool="avg")):
+        assert attached(model, htm={"layer": 1}).scorenets["1"].pooling == "attention"
 
 
 # Precision, dropout, checkpointing
@@ -201,9 +205,9 @@ def test_other_precisions_are_served_as_they_are(batch):
     assert output.logits.dtype == torch.float64
     training_loss(output, 0.5).backward()
     assert all(p.grad is not None for p in module.parameters())
-    classes = torch.arange(6) % CLASSES
-    whole, soft = F.one_hot(classes, CLASSES), F.one_hot(classes, CLASSES).float()
-    assert torch.equal(*(attached(**BOTH)(batch[0], x).targets for x in (whole, soft)))
+    whole = F.one_hot(torch.arange(6) % CLASSES, CLASSES)  # int64
+    mixed = attached(**BOTH)(batch[0], whole).targets
+    assert torch.equal(mixed, attached(**BOTH)(batch[0], whole.float()).targets)
     module = attached(htm={"layer": 1, "detector": "gradient", **ALL})
     with torch.autocast("cpu", torch.bfloat16):
         assert module(batch[0].bfloat16(), batch[1]).mask.any()
@@ -217,15 +221,16 @@ def test_other_precisions_are_served_as_they_are(batch):
 
 def test_attention_to_the_memory_is_dropped_out_as_the_block_would(batch):
     module = attached(vtm={"layer": 2})
-    assert torch.equal(*(module(*batch).logits for _ in range(2)))
+    assert torch.equal(module(*batch).logits, module(*batch).logits)
     module.model.blocks[2].attn.attn_drop.p = 0.3
-    assert not torch.equal(*(module(*batch).logits for _ in range(2)))
+    assert not torch.equal(module(*batch).logits, module(*batch).logits)
 
 
 @pytest.mark.parametrize("settings", [{"htm": HTM(layer=1, **ALL), "vtm": VTM(layer=2)}, {}])
 def test_blocks_that_run_twice_have_the_same_gradients(batch, settings):
     """All but those that something touches run again in the backward pass."""
-    gradients, runs = [], []
+    gradients = []
+    runs = []
     for checkpoint_blocks in (False, True):
         model: Any = small_vit(attn_drop_rate=0.1, drop_path_rate=0.1, depth=5)
         module = attached(model, checkpoint_blocks=checkpoint_blocks, **settings)
@@ -262,8 +267,8 @@ def test_copies_run_their_own_parts_and_are_saved_whole(batch, tmp_path: Path):
     module = attached(**BOTH)
     expected = module(*batch)
     torch.save(module, tmp_path / "module.pt")
-    twin, loaded = copy.deepcopy(module), torch.load(tmp_path / "module.pt", weights_only=False)
-    for other in (twin, loaded):
+    loaded = torch.load(tmp_path / "module.pt", weights_only=False)
+    for other in (copy.deepcopy(module), loaded):
         assert torch.equal(other(*batch).logits, expected.logits)
         with torch.no_grad():
             for parameter in other.parameters():
@@ -287,12 +292,11 @@ def test_what_a_model_loses_is_freed(batch):
 def factors(model: nn.Module, **options: Any) -> dict[str, tuple[float, float]]:
     """Learning rate factor and weight decay of each parameter, by name, with timm's optimiser."""
     optimizer = create_optimizer_v2(model, opt="sgd", lr=1.0, weight_decay=0.05, **options)
-    of = {
-        id(parameter): (group.get("lr_scale", 1.0), group["weight_decay"])
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    return {name: of[id(parameter)] for name, parameter in model.named_parameters()}
+    of = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            of[parameter] = (group.get("lr_scale", 1.0), group["weight_decay"])
+    return {name: of[parameter] for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("options", [{"layer_decay": 0.5}, {}], ids=str)
@@ -303,7 +307,7 @@ def test_parameters_learn_at_the_rates_of_the_plain_model(name: str, options: di
         model = timm.create_model(name, num_classes=CLASSES)
         plain = factors(model, **options)
         ours = factors(attach(model, CLASSES, htm={"layer": [0, 1]}), **options)
-    scorenets = {key: ours.pop(key) for key in [*ours] if key.startswith("scorenets.")}
+    scorenets = {key: ours.pop(key) for key in list(ours) if key.startswith("scorenets.")}
     assert ours == {f"model.{key}": value for key, value in plain.items()}
     assert len(scorenets) >= 4 and {rate for rate, _ in scorenets.values()} == {1.0}
     assert len({rate for rate, _ in plain.values()}) > (10 if options else 0)
@@ -311,11 +315,13 @@ def test_parameters_learn_at_the_rates_of_the_plain_model(name: str, options: di
 
 def test_models_without_groups_or_heads_learn_as_well():
     for options in ({"layer_decay": 0.5}, {}):
-        plain, ours = (factors(x, **options) for x in (small_cct(), attached(small_cct())))
+        plain = factors(small_cct(), **options)
+        ours = factors(attached(small_cct()), **options)
         assert ours == {f"model.{key}": value for key, value in plain.items()}
     model: Any = small_vit()
     model.reset_classifier(0)
-    plain, ours = (factors(x, layer_decay=0.5) for x in (model, attached(model, htm={"layer": 1})))
+    plain = factors(model, layer_decay=0.5)
+    ours = factors(attached(model, htm={"layer": 1}), layer_decay=0.5)
     assert ours["scorenets.1.head.weight"][0] == max(rate for rate, _ in plain.values()) == 1
     assert attached(small_cct()).no_weight_decay() == set()
     assert resolve_model_data_config(attached()) == resolve_model_data_config(small_vit())
@@ -334,12 +340,11 @@ def row(*values: float) -> Tensor:
     ("targets", "told"),
     [
         (None, "targets"),
-        *(
-            (torch.arange(2), "targets"),
-            (torch.eye(7)[:2], "targets"),
-            (torch.eye(5)[:3], "targets"),
-        ),
-        *(([[1.0, 0, 0, 0, 0]] * 2, "targets"), (np.eye(CLASSES)[:2], "targets")),
+        (torch.arange(2), "targets"),
+        (torch.eye(7)[:2], "targets"),
+        (torch.eye(5)[:3], "targets"),
+        ([[1.0, 0, 0, 0, 0]] * 2, "targets"),
+        (np.eye(CLASSES)[:2], "targets"),
         (row(0.5, 0.2, 0, 0, 0), r"targets[1]"),
         (row(1.5, -0.5, 0, 0, 0), r"targets[1]"),
         (row(0.5, math.nan, 0.5, 0, 0), r"targets[1]"),
@@ -347,7 +352,8 @@ def row(*values: float) -> Tensor:
     ],
 )
 def test_targets_that_are_no_probabilities_are_refused(targets: Any, told: str):
-    with pytest.raises(TypeError if targets is None else ValueError) as error:
+    kind = TypeError if targets is None else ValueError
+    with pytest.raises(kind) as error:
         attached(htm={"layer": 1})(torch.zeros(2, 3, 32, 32), targets)
     assert told in str(error.value) and "\n" not in str(error.value)
 

@@ -29,7 +29,7 @@ from tests.tokenmixup.models import (
     of_each_kind,
     saliency_of,
 )
-from tokenmixup import Adapter, TokenMixup, attach, mix_horizontal, training_loss
+from tokenmixup import Adapter, HorizontalMix, TokenMixup, attach, mix_horizontal, training_loss
 
 INF = math.inf
 ALL: dict[str, Any] = {"tau": INF, "rho": 0.0}
@@ -37,8 +37,8 @@ LAYER, KAPPA = 2, 3  # of VTM
 
 
 def attached(name: str, model: Any = None, **settings: Any) -> TokenMixup:
-    own, adapter = build(name)
-    return attach(model or own, CLASSES, adapter=adapter, **settings).train()
+    built, adapter = build(name)
+    return attach(model or built, CLASSES, adapter=adapter, **settings).train()
 
 
 @pytest.mark.parametrize("name", of_each_kind())
@@ -64,11 +64,13 @@ def test_a_step_mixes_and_evaluation_is_the_plain_model(name: str):
 @pytest.mark.parametrize("name", of_each_kind())
 def test_a_pass_that_replaces_no_token_is_the_models_own(name: str):
     """Logits and gradients, also where untouched blocks run twice."""
-    plain, (images, targets) = build(name)[0].train(), batch_of(name)
+    plain = build(name)[0].train()
+    images, targets = batch_of(name)
     layer = KINDS[name].layers[1:2] or KINDS[name].layers
     htm = {"layer": layer, "tau": INF, "rho": INF, "stop_gradient": True}
     module = attached(name, htm=htm, checkpoint_blocks=True)
-    output, expected = module(images, targets), logits_of(plain(images))
+    output = module(images, targets)
+    expected = logits_of(plain(images))
     torch.testing.assert_close(output.logits, expected, atol=1e-5, rtol=1e-4)
     F.cross_entropy(output.logits, targets).backward()
     F.cross_entropy(expected, targets).backward()
@@ -90,8 +92,12 @@ def test_saliency_is_that_of_the_blocks_own_attention(name: str):
     """And ScoreNet reads what the class is read from."""
     images, targets = batch_of(name)
     model = build(name)[0]
-    calls, kind, spread = calls_of(name, model, images), KINDS[name], 0.0
-    together = [[layer] for layer in kind.layers] if kind.stages else [[*kind.layers]]
+    calls = calls_of(name, model, images)
+    kind = KINDS[name]
+    together = [list(kind.layers)]
+    if kind.stages:  # of other widths
+        together = [[layer] for layer in kind.layers]
+    spread = 0.0
     for layers in together:
         module = attached(name, htm={"layer": layers, "tau": INF, "rho": INF})
         for mix in module(images, targets).layers:
@@ -106,23 +112,32 @@ def test_saliency_is_that_of_the_blocks_own_attention(name: str):
 @pytest.mark.parametrize(
     ("name", "pool", "reads"),
     [
-        *(("vit", "avg", False), ("vit", "map", False)),
-        *(("eva02", "token", True), ("beit", "token", True)),
+        ("vit", "avg", False),
+        ("vit", "map", False),
+        ("eva02", "token", True),
+        ("beit", "token", True),
     ],
 )
 def test_saliency_follows_what_the_class_is_read_from(name: str, pool: str, reads: bool):
     images, targets = batch_of(name)
-    told: dict[str, Any] = {"global_pool": pool, "img_size": 64, "embed_dim": 48}
-    of_timm = KINDS[name].build.args[0]  # type: ignore[attr-defined]
-    patch = {"patch_size": 16, "depth": 2, "num_heads": 3}
     torch.manual_seed(0)
-    model = timm.create_model(of_timm, num_classes=CLASSES, **told, **patch)
+    model = timm.create_model(
+        KINDS[name].build.args[0],  # type: ignore[attr-defined]
+        num_classes=CLASSES,
+        global_pool=pool,
+        img_size=64,
+        patch_size=16,
+        embed_dim=48,
+        depth=2,
+        num_heads=3,
+    )
     module = attach(model, CLASSES, htm={"layer": 1, **ALL}).train()
-    found, call = module(images, targets).layers[0].saliency, calls_of(name, model, images)[1]
+    saliency = module(images, targets).layers[0].saliency
+    call = calls_of(name, model, images)[1]
     assert call.attn is not None
     rows = call.attn.mean(dim=1)
     expected = (rows[:, 0] if reads else rows.mean(dim=1))[:, 1:]
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(saliency, expected, atol=1e-6, rtol=1e-4)
     scorenet: Any = next(iter(module.scorenets.values()))
     assert scorenet.pooling == ("class_token" if reads else "attention")
 
@@ -132,22 +147,26 @@ def test_a_block_gets_the_tokens_that_are_mixed_by_hand(name: str):
     """The plain model with Algorithm 1 before the block, logits, labels and gradients."""
     images, targets = batch_of(name)
     for layer in KINDS[name].layers[-2:]:
-        module, plain = attached(name, htm={"layer": layer, **ALL}), build(name)[0].train()
-        output, found = module(images, targets), list[Any]()
+        module = attached(name, htm={"layer": layer, **ALL})
+        plain = build(name)[0].train()
+        output = module(images, targets)
+        mixes: list[HorizontalMix] = []
 
-        def mix(block: Any, args: Any, output: Any = output, found: Any = found) -> Any:
-            tokens, saliency = args[0].flatten(1, -2), output.layers[0].saliency
+        def mix(block: Any, args: Any, output: Any = output, mixes: Any = mixes) -> Any:
+            tokens = args[0].flatten(1, -2)
             easy = torch.zeros(len(tokens))
-            found.append(mix_horizontal(tokens, targets, saliency, easy, 1.0, 0.0))
-            return found[0].tokens.view_as(args[0]), *args[1:]
+            mixed = mix_horizontal(tokens, targets, output.layers[0].saliency, easy, 1.0, 0.0)
+            mixes.append(mixed)
+            return mixed.tokens.view_as(args[0]), *args[1:]
 
         blocks_of(name, plain)[layer].register_forward_pre_hook(mix)
         expected = logits_of(plain(images))
+        (mixed,) = mixes
         torch.testing.assert_close(output.logits, expected, atol=1e-5, rtol=1e-4)
-        assert torch.equal(output.mask, found[0].mask) and found[0].mask.any()
-        assert torch.equal(output.targets, found[0].targets)
+        assert torch.equal(output.mask, mixed.mask) and mixed.mask.any()
+        assert torch.equal(output.targets, mixed.targets)
         training_loss(output, 0.0).backward()
-        F.cross_entropy(expected, found[0].targets).backward()
+        F.cross_entropy(expected, mixed.targets).backward()
         assert_same_gradients(module.model, plain)
 
 
@@ -164,7 +183,9 @@ class Asked(NamedTuple):
 
     def attended(self) -> Tensor:
         scores = self.q @ self.k.mT / self.q.shape[-1] ** 0.5
-        return (scores if self.mask is None else scores + self.mask).softmax(dim=-1) @ self.v
+        if self.mask is not None:
+            scores = scores + self.mask
+        return scores.softmax(dim=-1) @ self.v
 
 
 @contextmanager
@@ -183,59 +204,73 @@ def answering(answer: Callable[[Asked], Tensor]) -> Iterator[None]:
         F.scaled_dot_product_attention = fused
 
 
-def own_call(block: Any, tokens: Tensor, given: dict[str, Any]) -> Asked:
-    """What the block's own attention asks for on these tokens."""
-    asked: list[Asked] = []
-    with answering(lambda x: asked.append(x) or x.v):  # type: ignore[func-returns-value]
+def asked_by(block: Any, tokens: Tensor, given: dict[str, Any]) -> Asked:
+    """What a block's own attention asks for on these tokens."""
+    calls: list[Asked] = []
+
+    def record(asked: Asked) -> Tensor:
+        calls.append(asked)
+        return asked.v
+
+    with answering(record):
         block.attn(block.norm1(tokens), **given)
-    return asked[0]
+    return calls[0]
 
 
-def with_positions(name: str, model: Any, images: Tensor, places: list[Tensor]) -> Tensor:
+def with_positions(name: str, model: Any, images: Tensor, indices: list[Tensor]) -> Tensor:
     """Logits where block LAYER also reads its own keys and values of the sources' tokens.
 
-    Of timm's models: by answering for the fused attention, with the positions of the places.
+    `indices`: of each source, `b kappa`. Of timm's models: by answering for the fused attention,
+    with the positions that the tokens have.
     """
-    blocks, seen, count = blocks_of(name, model), list[Call](), 0
+    blocks = blocks_of(name, model)
+    calls: list[Call] = []  # of the blocks
+    rows = torch.arange(len(images))[:, None]
+    count = 0
 
     def answer(asked: Asked) -> Tensor:
         nonlocal count
         count += 1
         if count != LAYER + 1:
             return asked.attended()
-        rows, wide = torch.arange(len(images))[:, None], asked
-        for source, at in enumerate(places):
-            there = own_call(blocks[LAYER], seen[source].args[0], seen[LAYER].given)
-            k, v = (x[rows, :, at].transpose(1, 2) for x in (there.k, there.v))
+        wide = asked
+        for source, chosen in enumerate(indices):
+            of_source = asked_by(blocks[LAYER], calls[source].args[0], calls[LAYER].given)
+            k = torch.cat([wide.k, of_source.k[rows, :, chosen].transpose(1, 2)], dim=2)
+            v = torch.cat([wide.v, of_source.v[rows, :, chosen].transpose(1, 2)], dim=2)
             mask = wide.mask
-            if asked.mask is not None and wide.mask is not None:
-                columns = asked.mask.expand(len(at), -1, -1, -1)[rows, :, :, at]
-                both = (wide.mask.expand(len(at), -1, -1, -1), columns.permute(0, 2, 3, 1))
-                mask = torch.cat(both, dim=3)
-            wide = Asked(asked.q, torch.cat([wide.k, k], 2), torch.cat([wide.v, v], 2), mask)
+            if asked.mask is not None and mask is not None:
+                columns = asked.mask.expand(len(rows), -1, -1, -1)[rows, :, :, chosen]
+                before = mask.expand(len(rows), -1, -1, -1)
+                mask = torch.cat([before, columns.permute(0, 2, 3, 1)], dim=3)
+            wide = Asked(asked.q, k, v, mask)
         return wide.attended()
 
     for block in blocks:
         block.register_forward_pre_hook(
-            lambda _, args, given: seen.append(Call(args, given)), with_kwargs=True
+            lambda _, args, given: calls.append(Call(args, given)), with_kwargs=True
         )
     with answering(answer):
         return logits_of(model(images))
 
 
-def with_tokens(name: str, model: Any, images: Tensor, places: list[Tensor]) -> Tensor:
+def with_tokens(name: str, model: Any, images: Tensor, indices: list[Tensor]) -> Tensor:
     """Logits where block LAYER runs on its tokens and the memory's, and is cut to its own."""
-    blocks, memory = blocks_of(name, model), list[Tensor]()
-    for block, at in zip(blocks, places, strict=False):
+    blocks = blocks_of(name, model)
+    memory: list[Tensor] = []
+    rows = torch.arange(len(images))[:, None]
+    for block, chosen in zip(blocks, indices, strict=False):
         block.register_forward_pre_hook(
-            lambda _, args, at=at: memory.append(args[0][torch.arange(len(at))[:, None], at])
+            lambda _, args, chosen=chosen: memory.append(args[0][rows, chosen])
         )
-    own = blocks[LAYER].forward
+    plain = blocks[LAYER].forward
 
     def wide(x: Tensor, *args: Any, **given: Any) -> Any:
-        out = own(torch.cat([x, *memory], dim=1), *args, **given)
+        out = plain(torch.cat([x, *memory], dim=1), *args, **given)
         n = x.shape[1]
-        return out[:, :n] if isinstance(out, Tensor) else (out[0][:, :n], *out[1:])
+        if isinstance(out, Tensor):
+            return out[:, :n]
+        return out[0][:, :n], *out[1:]
 
     blocks[LAYER].forward = wide
     return logits_of(model(images))
@@ -243,16 +278,18 @@ def with_tokens(name: str, model: Any, images: Tensor, places: list[Tensor]) -> 
 
 @pytest.mark.parametrize("name", of_each_kind(WITH_MEMORY))
 def test_vtm_is_the_block_on_its_own_tokens_and_the_memory(name: str):
-    (images, targets), kind = batch_of(name), KINDS[name]
-    model, module = build(name)[0].train(), attached(name, vtm={"layer": LAYER, "kappa": KAPPA})
-    plain, places = logits_of(copy.deepcopy(model)(images)), list[Tensor]()
-    for block, call in zip(
-        blocks_of(name, model)[:LAYER], calls_of(name, model, images), strict=False
-    ):
-        places.append(saliency_of(name, block, call).topk(KAPPA).indices + kind.prefix)
+    images, targets = batch_of(name)
+    kind = KINDS[name]
+    model = build(name)[0].train()
+    module = attached(name, vtm={"layer": LAYER, "kappa": KAPPA})
+    plain = logits_of(copy.deepcopy(model)(images))
+    sources = blocks_of(name, model)[:LAYER]
+    indices = []
+    for block, call in zip(sources, calls_of(name, model, images), strict=False):
+        indices.append(saliency_of(name, block, call).topk(KAPPA).indices + kind.prefix)
     has_positions = kind.pixels == 64 and name not in ("norms behind", "parallel")
     by = with_positions if has_positions else with_tokens
-    expected = by(name, model, images, places)
+    expected = by(name, model, images, indices)
     output = module(images, targets)
     torch.testing.assert_close(output.logits, expected, atol=1e-4, rtol=1e-3)
     assert (plain - expected).abs().max() > 1e-3, "the memory must matter"
@@ -264,8 +301,12 @@ def test_vtm_is_the_block_on_its_own_tokens_and_the_memory(name: str):
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        *((name, {"detector": "gradient"}) for name in ("torchvision", "by hand", "swin, padded")),
-        *((name, {"rollout_steps": 1}) for name in ("torchvision", "hf vit", "encoder")),
+        ("torchvision", {"detector": "gradient"}),
+        ("by hand", {"detector": "gradient"}),
+        ("swin, padded", {"detector": "gradient"}),
+        ("torchvision", {"rollout_steps": 1}),
+        ("hf vit", {"rollout_steps": 1}),
+        ("encoder", {"rollout_steps": 1}),
     ],
 )
 def test_other_detectors_mix(name: str, more: dict[str, Any]):
@@ -289,19 +330,27 @@ def test_layers_of_one_stage_are_counted_over_all_blocks():
     assert output.mask is not None and output.mask.shape == (4, 16)
 
 
-@pytest.mark.parametrize("told", ["encoder", "hf vit"])
-def test_the_gradient_detector_takes_the_grid_of_oblong_patches(told: str):
+@pytest.mark.parametrize(
+    ("build", "adapter"),
+    [
+        (lambda: Encoded((4, 16)), ENCODED),
+        (lambda: huggingface("ViT", patch_size=(4, 16)), None),
+    ],
+    ids=["encoder", "hf vit"],
+)
+def test_the_gradient_detector_takes_the_grid_of_oblong_patches(build: Any, adapter: Any):
     """8 rows of 2: a grid of another shape would pool to other numbers."""
-    htm, (images, targets) = {"layer": 1, "detector": "gradient", **ALL}, batch_of("encoder")
+    htm = {"layer": 1, "detector": "gradient", **ALL}
+    images, targets = batch_of("encoder")
     torch.manual_seed(0)
-    model = Encoded((4, 16)) if told == "encoder" else huggingface("ViT", patch_size=(4, 16))
+    model = build()
     plain = copy.deepcopy(model).eval()
-    adapter = ENCODED if told == "encoder" else None
     output = attach(model, CLASSES, htm=htm, adapter=adapter).train()(images, targets)
     images.requires_grad_()
     F.cross_entropy(logits_of(plain(images)), targets, reduction="sum").backward()
     assert images.grad is not None
-    cells = F.avg_pool2d(images.grad.square().sum(dim=1).sqrt()[:, None], (4, 16)).flatten(1)
+    pixels = images.grad.square().sum(dim=1, keepdim=True).sqrt()
+    cells = F.avg_pool2d(pixels, (4, 16)).flatten(1)
     expected = cells / cells.sum(dim=1, keepdim=True)
     torch.testing.assert_close(output.layers[0].saliency, expected, atol=1e-6, rtol=1e-3)
 
@@ -327,7 +376,8 @@ def test_blocks_without_a_softmax_get_their_saliency_from_the_adapter():
         return x.square().mean(dim=-1).flatten(1)
 
     adapter = Adapter(blocks="blocks", embed_dim=8, patch_embed="stem", saliency=magnitude)
-    images, targets = torch.randn(3, 3, 32, 48), torch.eye(CLASSES)[:3]
+    images = torch.randn(3, 3, 32, 48)
+    targets = torch.eye(CLASSES)[:3]
     for detector in ("attention", "gradient"):
         htm = {"layer": 1, **ALL, "detector": detector}
         output = attach(Rows(), CLASSES, htm=htm, adapter=adapter).train()(images, targets)
@@ -374,7 +424,8 @@ class Unusual(nn.Module):
 
     def __init__(self, kind: Callable[[], nn.Module]) -> None:
         super().__init__()
-        self.stem, self.head = nn.Conv2d(3, 8, 4, stride=4), nn.Linear(8, CLASSES)
+        self.stem = nn.Conv2d(3, 8, 4, stride=4)
+        self.head = nn.Linear(8, CLASSES)
         self.stages = nn.ModuleList([nn.Module()])
         self.stages[0].blocks = nn.ModuleList(kind() for _ in "abc")
 
@@ -396,10 +447,12 @@ class Unusual(nn.Module):
 )
 def test_saliency_is_what_a_block_of_ones_own_attends_to(kind: Any, vtm: Any, told: dict[str, Any]):
     torch.manual_seed(0)
-    model, entered = Unusual(kind), dict[str, Any]()
+    model = Unusual(kind)
+    block = model.stages[0].blocks[1]
     adapter = Adapter(blocks="stages.*.blocks", embed_dim=8, **told)
-    block, htm = model.stages[0].blocks[1], {"layer": 1, **ALL}
+    htm = {"layer": 1, **ALL}
     module = attach(model, CLASSES, htm=htm, vtm=vtm, adapter=adapter).train()
+    entered: dict[str, Any] = {}
     block.register_forward_pre_hook(
         lambda block, args, kwargs: entered.update(kwargs, x=args[0].detach()), with_kwargs=True
     )
@@ -413,9 +466,14 @@ def test_the_page_lists_the_models_that_are_served():
     """Of each kind an example, with and without VTM."""
     page = Path(__file__).parents[2].joinpath("docs/library.md").read_text()
     others = {
-        **{"torchvision": "torchvision.models.VisionTransformer", "cct": "CCT", "vit-lite": "CCT"},
-        **{"hf vit": "ViTForImageClassification", "hf deit": "DeiTForImageClassification"},
-        **{"hf dinov2": "Dinov2ForImageClassification", "encoder": "adapter", "by hand": "adapter"},
+        "torchvision": "torchvision.models.VisionTransformer",
+        "cct": "CCT",
+        "vit-lite": "CCT",
+        "hf vit": "ViTForImageClassification",
+        "hf deit": "DeiTForImageClassification",
+        "hf dinov2": "Dinov2ForImageClassification",
+        "encoder": "adapter",
+        "by hand": "adapter",
     }
     rows = [row for row in page.splitlines() if row.startswith("| ")]
     for name, kind in KINDS.items():

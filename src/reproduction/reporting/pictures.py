@@ -30,7 +30,7 @@ def draw_pairs(path: Path, trained: TrainedRun, sample: Sample) -> None:
 
     The images are mixed as in training, without dropout.
     """
-    devices = [trained.device] if trained.device.type == "cuda" else []
+    devices = [sample.images.device] if sample.images.is_cuda else []
     with torch.no_grad(), torch.random.fork_rng(devices):
         torch.manual_seed(trained.config.seed)
         mix = trained.module.mixed_pairs(sample.images, sample.targets)

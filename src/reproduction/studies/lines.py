@@ -6,7 +6,7 @@ corrected by Holm (1979).
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import nan
 from typing import Any
 
@@ -114,25 +114,18 @@ def paired(ours: pd.Series, base: pd.Series) -> Test:
     """Compares values by seed. A test needs three pairs whose differences are not all equal."""
     both = pd.DataFrame({"ours": ours, "base": base}).dropna()
     gap = both.ours - both.base
-    pairs, difference, below = len(gap), gap.mean(), int((gap < 0).sum())
-    if pairs < LEAST_PAIRS or gap.max() - gap.min() <= 1e-9:
-        return Test(pairs=pairs, difference=difference, below=below)
+    test = Test(pairs=len(gap), difference=gap.mean(), below=int((gap < 0).sum()))
+    if test.pairs < LEAST_PAIRS or gap.max() - gap.min() <= 1e-9:
+        return test
     from scipy.stats import ttest_rel  # takes seconds to import
 
     found = ttest_rel(both.ours, both.base)
     low, high = found.confidence_interval()
-    return Test(
-        pairs=pairs,
-        difference=difference,
-        below=below,
-        low=low,
-        high=high,
-        p=found.pvalue,
-    )
+    return replace(test, low=low, high=high, p=found.pvalue)
 
 
 def holm(p: pd.Series) -> Mapping[RowId, float]:
     """Returns Holm's adjusted p-values of a family of tests."""
     ranked = p.dropna().sort_values(kind="stable")
-    steps = range(len(ranked), 0, -1)
-    return dict((ranked * list(steps)).clip(upper=1).cummax())
+    tests_left = [*range(len(ranked), 0, -1)]
+    return dict((ranked * tests_left).clip(upper=1).cummax())

@@ -60,7 +60,8 @@ the paper's. Runs of pilots were not kept.
 
 def results_page(results: Path = RESULTS) -> str:
     """Returns docs/results.md: the studies that have run, then those that are registered."""
-    lines, registered = [INTRODUCTION], []
+    lines = [INTRODUCTION]
+    registered = []
     for path in sorted(results.glob("*.yaml")):
         study = read(path)
         if path.with_suffix(".jsonl").exists():
@@ -108,9 +109,12 @@ def publish(run: Path, file: Path) -> None:
     folder = RunFolder(run.resolve())
     rows = {key(point.config): point.config for point in _points(file, read(file))}
     identity = key(folder.read_config())
-    row, summary = rows.get(identity), folder.read_summary()
+    row = rows.get(identity)
+    summary = folder.read_summary()
     missing = [name for name in COPIED if name not in summary]
-    if row is None or not folder.is_finished() or "selected_epoch" in summary or missing:
+    has_validation = "selected_epoch" in summary
+    is_whole = folder.is_finished() and not has_validation and not missing
+    if row is None or not is_whole:
         lacks = ""
         if missing:
             lacks = f"; summary.json lacks {', '.join(missing)}"

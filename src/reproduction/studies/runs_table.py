@@ -84,22 +84,9 @@ def runs_table(runs: Sequence[Run], against: str | None = None) -> Table:
     if not usable:
         raise UserError("there are no runs in these folders")
     groups = grouped({run.key: {STACK: run.stack, **run.settings} for run in usable})
-    bases: dict[Hashable, Hashable] = {}
-    if against is not None:
-        bases = _bases(groups.texts[groups.heads], against)
     chosen = counted(runs)
-    entries = []
-    for group in groups.texts.index:
-        entry = Entry(
-            id=groups.id(group),
-            heads=groups.named(group),
-            key=group,
-            state=_states(group, runs, chosen),
-        )
-        if group in bases:
-            base = groups.id(bases[group])
-            entry = replace(entry, against=base, against_text=str(against))
-        entries.append(entry)
+    states = {group: _states(group, runs, chosen) for group in groups.texts.index}
+    entries = _entries(groups, states, against)
     notes = [", ".join(groups.texts[name].iloc[0] for name in COMMON if name not in groups.heads)]
     if groups.following:
         notes.append(f"differs as well: {', '.join(groups.following)}")
@@ -113,6 +100,21 @@ def runs_table(runs: Sequence[Run], against: str | None = None) -> Table:
         notes=notes,
         planned=len(usable),
     )
+
+
+def _entries(groups: Groups, states: Mapping[str, str], against: str | None) -> list[Entry]:
+    """Returns a row for each group, in order, with what it is compared with."""
+    bases: dict[Hashable, Hashable] = {}
+    if against is not None:
+        bases = _bases(groups.texts[groups.heads], against)
+    entries = []
+    for group, state in states.items():
+        entry = Entry(id=groups.id(group), heads=groups.named(group), key=group, state=state)
+        if group in bases:
+            base = groups.id(bases[group])
+            entry = replace(entry, against=base, against_text=str(against))
+        entries.append(entry)
+    return entries
 
 
 def sweep_table(points: Sequence[Point], runs: Sequence[Run]) -> Table:

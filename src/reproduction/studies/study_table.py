@@ -62,8 +62,8 @@ class Planned:
 def planned(points: Sequence[Point]) -> list[Planned]:
     """Returns the studies that these points are the runs of, the paper's in its order."""
     typed = dict.fromkeys(row.study for point in points for row in point.rows)
-    papers = [name for name in PAPERS if name in typed]
-    return [_planned(name, points) for name in papers or typed]
+    names = [name for name in PAPERS if name in typed] or [*typed]  # a file is planned alone
+    return [_planned(name, points) for name in names]
 
 
 def _planned(name: str, points: Sequence[Point]) -> Planned:
@@ -92,9 +92,11 @@ def study_table(plan: Planned, runs: Sequence[Run], outputs: Path | None = None)
 
     `outputs` holds the report of the runs, with what else was measured there.
     """
-    study, of_rows = plan.study, {*plan.keys.values()}
+    study = plan.study
+    of_rows = {*plan.keys.values()}
     chosen = counted([run for run in runs if run.key in of_rows and run.seed in plan.seeds])
-    shown, notes = chosen.runs, [*study.notes]
+    shown = chosen.runs
+    notes = [*study.notes]
     if study.looks and not plan.more:
         seeds, note = look(study, len(of_rows), chosen.runs)
         shown = [run for run in chosen.runs if run.seed in seeds]

@@ -9,6 +9,12 @@ from reproduction.studies.lines import Line
 from reproduction.studies.results import ON_TEST, ON_VALIDATION, OUTCOMES, Outcome
 
 NOTHING = "-"
+ACCURACIES = {  # beside those after the last epoch
+    "median [%]": "top1_median10",
+    "best [%]": "top1_best",
+    "best of 10 [%]": "top1_best10",
+    "selected [%]": "top1_selected",
+}
 
 
 def number(value: float | None, spec: str) -> str:
@@ -116,12 +122,10 @@ def _tested(line: Line) -> dict[str, str]:
 
 
 def _once(line: Line) -> dict[str, str]:
+    accuracies = {title: number(line.mean_of(x), ".2f") for title, x in ACCURACIES.items()}
     return {
         "paper's [points]": number(line.entry.printed_difference, "+.2f"),
-        "median [%]": number(line.mean_of("top1_median10"), ".2f"),
-        "best [%]": number(line.mean_of("top1_best"), ".2f"),
-        "best of 10 [%]": number(line.mean_of("top1_best10"), ".2f"),
-        "selected [%]": number(line.mean_of("top1_selected"), ".2f"),
+        **accuracies,
         "tokens": number(line.mean_of("mixed_tokens"), ".1f"),
         "hours": number(line.n * line.mean_of("seconds") / 3600, ".1f"),
         "status": line.entry.state or NOTHING,
