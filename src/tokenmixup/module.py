@@ -42,7 +42,6 @@ from tokenmixup.adapters import (
     adapter_of,
     blocks_of,
     check_unwrapped,
-    has_class_token,
     is_sharded,
     name_of,
     patch_embed_of,
@@ -52,6 +51,7 @@ from tokenmixup.block import Forward, Plan
 from tokenmixup.contexts import evaluating
 from tokenmixup.horizontal import PAPER
 from tokenmixup.manifold import ManifoldMix, draw_manifold_mix
+from tokenmixup.needs import Mixing, check_layers, check_needs
 from tokenmixup.output import LayerMix, Output
 from tokenmixup.passes import Pass, run_in_pass
 from tokenmixup.prove import Proofs
@@ -60,7 +60,6 @@ from tokenmixup.saliency import Detector, by_attention, by_gradient, detector_of
 from tokenmixup.scorenet import ScoreNet
 from tokenmixup.settings import HTM, VTM, ManifoldMixup, built
 
-OWN_ROPE = ("rope_mixed", "rope_is_mixed")  # of timm's models: positions of each block's own
 SUM_ROUNDING = 0.01  # of the sum of 1,000 smoothed probabilities in bfloat16
 
 
@@ -110,25 +109,22 @@ class TokenMixup(nn.Module):
         self.checkpoint_blocks = checkpoint_blocks
         self.rules = PAPER
         self.detect: Detector = by_attention
-        # What mixes in training, by layer; nothing after `stop_mixing`.
-        self._htm: dict[int, HTM] = {}
-        self._vtm: dict[int, VTM] = {}
-        self._manifold = self.manifold_mixup
+        self._mixing = Mixing(manifold=self.manifold_mixup)  # nothing after `stop_mixing`
         if self.htm is not None:
             self.htm = self.htm.for_classes(num_classes)
             self.rules = rules_of(self.htm)
             self.detect = detector_of(self.htm)
-            self._htm = self.htm.each
+            self._mixing.htm = self.htm.each
         if self.vtm is not None:
-            self._vtm = self.vtm.each
+            self._mixing.vtm = self.vtm.each
         self._given_adapter = adapter
         self._configured_detect = self.detect
         self._running: list[Pass] = []  # the pass that runs, if one does; stand-ins share the list
         self._forget()
-        if self._touches() or checkpoint_blocks:
+        if self._mixing.touched() or checkpoint_blocks:
             check_unwrapped(model)
             self._look_up()
-        self.scorenets = nn.ModuleDict({str(x): self._new_scorenet(x) for x in self._htm})
+        self.scorenets = nn.ModuleDict({str(x): self._new_scorenet(x) for x in self._mixing.htm})
 
     def _forget(self) -> None:
         """Forgets what has been learned about the model."""
@@ -145,14 +141,6 @@ class TokenMixup(nn.Module):
         state = dict(vars(self))
         state.update(_plans={}, _looked_at=[], _proofs=Proofs(), _parts=[], _stand_ins=[])
         return state
-
-    def _touches(self) -> list[int]:
-        """Returns the indices of the blocks that something touches, in order."""
-        touched = set(self._htm)
-        touched.update(range(max(self._vtm, default=-1) + 1))  # with the sources of its memory
-        if self._manifold is not None:
-            touched.update(self._manifold.layers)
-        return sorted(touched)
 
     def _new_scorenet(self, layer: int) -> ScoreNet:
         assert self.htm is not None, "it has layers"
@@ -221,41 +209,37 @@ class TokenMixup(nn.Module):
         if getattr(self, "_is_replica", False):
             raise ValueError("TokenMixup trains under DistributedDataParallel, not DataParallel")
         check_batch(images, targets, self.num_classes)
-        if self._touches() or self.checkpoint_blocks:
+        if self._mixing.touched() or self.checkpoint_blocks:
             self._look_up()
             self._proofs.prove(self.model, self._plans, images)
         pixels = self._input_gradient(images, targets)
         manifold = None
-        if self._manifold is not None:
-            manifold = draw_manifold_mix(self._manifold, images)
+        if self._mixing.manifold is not None:
+            manifold = draw_manifold_mix(self._mixing.manifold, images)
         return self._put_stand_ins(), pixels, manifold
 
     def _look_up(self) -> None:
         """Plans for the blocks as they are now. Raises ValueError if they cannot serve."""
         adapter = self._given_adapter or adapter_of(self.model)
         blocks = blocks_of(self.model, self._given_adapter)
-        settings = [adapter, self._htm, self._vtm, self._manifold, self.detect]
+        settings = [adapter, self._mixing, self.detect]
         modules = [self.model, *blocks]
         kinds = [type(self), *map(type, modules)]  # which FSDP changes
         looked_at = settings + modules + kinds
         if looked_at == self._looked_at:  # a compiler asks for the same plans
             return
-        self._check_layers(blocks)
-        self._check_needs(adapter)
-        widths = {width_of(self.model, blocks[layer], adapter) for layer in self._htm}
-        if len(widths) > 1:
-            must = f"must lie in one stage of {type(self.model).__name__}"
-            raise ValueError(f"htm.layer={list(self._htm)}: {must}")
+        check_layers(self._mixing, self.model, blocks, adapter)
+        check_needs(self._mixing, self.model, adapter, is_whole=not is_sharded(self))
         self.adapter = adapter
         self._blocks = blocks
-        self._plans = {index: self._plan(index) for index in self._touches()}
+        self._plans = {index: self._plan(index) for index in self._mixing.touched()}
         self._proofs.forget_others(self._plans)
         self._looked_at = looked_at
 
     def _plan(self, index: int) -> Plan:
-        htm = self._htm.get(index)
-        vtm = self._vtm.get(index)
-        feeds = {layer: later for layer, later in self._vtm.items() if layer > index}
+        htm = self._mixing.htm.get(index)
+        vtm = self._mixing.vtm.get(index)
+        feeds = {layer: later for layer, later in self._mixing.vtm.items() if layer > index}
         reader: Detector | None = None
         if feeds or vtm is not None:
             reader = by_attention
@@ -274,52 +258,9 @@ class TokenMixup(nn.Module):
             reader=reader,
         )
 
-    def _check_layers(self, blocks: Sequence[nn.Module]) -> None:
-        """Raises ValueError for a layer that the model does not have."""
-        layers = {"htm.layer": list(self._htm), "vtm.layer": list(self._vtm)}
-        if self._manifold is not None:
-            layers["manifold_mixup.layers"] = list(self._manifold.layers)
-        rolled = [layer + htm.rollout_steps for layer, htm in self._htm.items()]
-        layers["htm.layer + htm.rollout_steps"] = rolled
-        for key, asked in layers.items():
-            last = max(asked, default=0)
-            if last >= len(blocks):
-                has = f"{type(self.model).__name__} has blocks 0..{len(blocks) - 1}"
-                raise ValueError(f"{key}={last}: {has}")
-
-    def _check_needs(self, adapter: Adapter) -> None:
-        """Raises ValueError for a setting that the blocks cannot serve."""
-
-        kind = type(self.model).__name__
-        is_whole = not is_sharded(self)  # FSDP gathers parameters for one pass
-        prefix = adapter.num_prefix_tokens
-        has_token = adapter.reads_class_token or (prefix > 0 and has_class_token(self.model))
-
-        def need(key: str, needed: str, is_met: bool) -> None:
-            if not is_met:
-                raise ValueError(f"{key}: needs {needed}, which {kind} does not have")
-
-        for layer, vtm in self._vtm.items():
-            need(f"vtm.layer={layer}", "attention over all tokens", adapter.attends_to_all)
-            if vtm.class_token_offset == "published":
-                need("vtm.class_token_offset=published", "a class token in the blocks", has_token)
-        for htm in self._htm.values():
-            if htm.pooling == "class_token":
-                need("htm.pooling=class_token", "a class token in the blocks", has_token)
-            if htm.detector == "gradient":
-                need("htm.detector=gradient", "tokens row by row", adapter.in_rows)
-                need("htm.detector=gradient", "parameters without FSDP", is_whole)
-            if htm.rollout_steps:
-                rolls = f"htm.rollout_steps={htm.rollout_steps}"
-                shares_rope = not any(getattr(self.model, name, False) for name in OWN_ROPE)
-                need(rolls, "attention over all tokens", adapter.attends_to_all)
-                need(rolls, "blocks that share their rotary positions", shares_rope)
-                need(rolls, "parameters without FSDP", is_whole)
-
     def _input_gradient(self, images: Tensor, targets: Tensor) -> Tensor | None:
         """Returns the input gradient if HTM takes it."""
-        htm = next(iter(self._htm.values()), None)
-        if htm is None or htm.detector != "gradient":
+        if all(htm.detector != "gradient" for htm in self._mixing.htm.values()):
             return None
         with evaluating(self.model):
             exact = images.to(next(self.model.parameters()).dtype)  # autocast is off there
@@ -361,7 +302,7 @@ class TokenMixup(nn.Module):
         Not part of the state dict: call it again after a resume. A DistributedDataParallel wrapper
         waits for the gradients of the ScoreNets: wrap the module again.
         """
-        self._htm, self._vtm, self._manifold = {}, {}, None
+        self._mixing = Mixing()
         self._forget()
         self.scorenets.requires_grad_(False)
 
