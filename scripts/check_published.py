@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from eval import of_file
+from reproduction.start import compose
 from reproduction.system import PlainError, UserError, one_line_errors, say
 from reproduction.training.predictions import evaluate_checkpoint
 
@@ -51,11 +51,11 @@ def main() -> int:
 
 
 def evaluated(file: Path, words: Sequence[str]) -> float:
-    """Returns the accuracy that eval.py finds, and writes its file."""
+    """Returns the accuracy, by the function of eval.py, which writes it to a file."""
     precision = "float32"
     if file.name.startswith("cct") and torch.cuda.is_available():
         precision = "float16"
-    config = of_file([f"recipe.precision={precision}", *words])
+    config = compose([f"recipe.precision={precision}", *words])
     result = Path(config.output_root, "evaluations", f"{file.name.partition('.')[0]}.json")
     return evaluate_checkpoint(config, [file], result)["top1"]
 
