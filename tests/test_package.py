@@ -19,7 +19,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     folder = tmp_path_factory.mktemp("wheel")
     options = ["--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(folder)]
     copy = folder / "source"  # setuptools leaves a build folder beside the sources
-    for name in ("src/tokenmixup", "src/reproduction", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("src", "pyproject.toml", "README.md", "LICENSE"):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["cp", "-r", str(ROOT / name), str(copy / name)], check=True)
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(copy)], check=True)
