@@ -133,13 +133,21 @@ def test_the_page_has_no_horizontal_bar(report: Path, width: int):
     assert int(images) == 9 and int(seen) <= width
 
 
-WRONG = [("--outputs", "nowhere"), ("--scale", "huge"), ("--x",)]
-WRONG += [("--results", "results", "recipe.lr=1"), ("--publish", "x", "y.jsonl", "recipe.lr=1")]
+WRONG = [
+    ("report", "--outputs", "nowhere"),
+    ("report", "--scale", "huge"),
+    ("report", "--x"),
+    ("report", "--results", "results", "recipe.lr=1"),
+    ("publish", "x", "y.yaml", "recipe.lr=1"),
+    ("publish", "x", "nowhere.yaml"),
+    ("publish", "x", "lines.jsonl"),
+]
 
 
 @pytest.mark.parametrize("words", WRONG)
 def test_a_report_that_cannot_be_made_is_refused_in_a_line(words: tuple[str, ...]):
-    result = script("report", *words)
+    Path("lines.jsonl").write_text("{}\n{}\n")
+    result = script(*words)
     assert (result.status, len(result.lines)) == (2, 1) and words[-1].strip("-") in result.err
 
 
