@@ -162,6 +162,9 @@ def _line_of(error: Exception, words: Sequence[str]) -> str:
     typed = {key_of(word): word for word in words}
     needed = [word for word in words if word.startswith("~") and f"'{word[1:]}." in line]
     key = getattr(cause, "full_key", None)
+    plugin = re.search(r"'(hydra/(?:launcher|sweeper))/(\w+)'", line)
+    if plugin is not None:
+        return f"{plugin[1]}={plugin[2]}: is not installed; docs/studies.md names its package"
     if needed:
         line = f"{needed[0]}: is needed: {line}"
     elif key:  # which may be a part of what was typed

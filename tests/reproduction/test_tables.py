@@ -261,6 +261,16 @@ def test_runs_with_a_split_are_judged_on_it_and_the_test_set_stands_beside(train
     assert re.search(r"test top-1 \[%\]", text) and "79.00" in text and "+19" not in text
 
 
+def test_runs_of_which_some_have_a_split_are_all_shown(trained: Run):
+    """They have the accuracy on the test set alone in common."""
+    split = {"val_top1_last": 90.0, "selected_epoch": 1, "top1_selected": 60.0}
+    write(trained, "split", {TAU: 1.0, "dataset.validation": 0.1}, 0, top1_last=60.0, **split)
+    write(trained, "whole", {TAU: 2.0}, 0, top1_last=70.0)
+    numbers, text = table()
+    assert sorted(numbers["mean"]) == [60.0, 70.0] and {*numbers.half} == {"test"}
+    assert "without a finished run" not in text
+
+
 def test_a_table_does_not_merge_runs_whose_data_differ(trained: Run):
     """Of the runs on a data set those count whose images are those of the newest."""
     images = {"images": "54 images", "pixels": "1"}

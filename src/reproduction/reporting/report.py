@@ -126,6 +126,8 @@ def _description(config: Config, summary: dict[str, Any]) -> str:
     images = data.name
     if data.limit is not None:
         images = f"{data.limit:,} images of {data.name}"
+    if data.validation:
+        images += f" ({data.validation:.0%} of them for validation)"
     mixing = "+".join(config.augmentation.stack) or "no mixing"
     where = ""
     if summary.get("hardware"):

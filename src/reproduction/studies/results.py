@@ -168,7 +168,7 @@ def _state(config: Config, summary: Mapping[str, Any]) -> str:
         return state
     if summary.get("epochs"):
         state += f" after epoch {summary['epochs']} of {config.recipe.epochs}"
-    if summary.get("error"):
+    if summary.get("error") and summary["error"] != summary["status"]:  # said once
         state += f": {in_one_line(summary['error'])}"
     return state
 
@@ -230,7 +230,7 @@ def counted(runs: Sequence[Run]) -> Counted:
 
 
 def judged_by(runs: Sequence[Run]) -> str:
-    """Returns what runs are judged by unless a study says it: validation, if there is a split."""
-    if any(ON_VALIDATION in run.numbers for run in runs):
+    """Returns what runs are judged by unless a study says it: validation, if all have a split."""
+    if runs and all(ON_VALIDATION in run.numbers for run in runs):
         return ON_VALIDATION
     return ON_TEST

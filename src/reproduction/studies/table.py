@@ -147,7 +147,6 @@ def notes_of(counted: Counted) -> Iterator[str]:
         yield f"and {len(left_out) - MOST_NAMED} more that are not counted"
     revisions = sorted({run.git_revision[:10] for run in counted.runs if run.git_revision})
     seconds = math.fsum(run.numbers.get("seconds", 0.0) for run in counted.runs)
-    yield (
-        f"{len(counted.runs)} finished runs, {seconds / 3600:.2f} hours in total, "
-        f"git {', '.join(revisions) or 'unknown'}"
-    )
+    number = len(counted.runs)
+    runs = "1 finished run" if number == 1 else f"{number} finished runs"
+    yield (f"{runs}, {seconds / 3600:.2f} hours in total, git {', '.join(revisions) or 'unknown'}")
