@@ -170,8 +170,14 @@ def _line_of(error: Exception, words: Sequence[str]) -> str:
     elif key:  # which may be a part of what was typed
         key = next((x for x in typed if x.startswith(key)), key)
         if isinstance(cause, AttributeError | KeyError):
+            line = "the chosen options have no such key"
             whole = [x for x in allowed() if x.endswith(f".{key}")]  # typed without its group
-            line = ", perhaps ".join(["the chosen options have no such key", *whole[:1]])
+            if whole:
+                line += f", perhaps {whole[0]}"
+            elif key in allowed() or any(x.startswith(f"{key}.") for x in allowed()):
+                line += f", which another option of {key.partition('.')[0]} has"
+            else:
+                line += "; --help lists them all"
         line = f"{typed.get(key, key)}: {line}"
     elif words and not any(x in line for x in typed):
         line = f"{' '.join(words)}: {line}"
