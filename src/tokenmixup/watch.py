@@ -212,8 +212,8 @@ def _dropout(
 
     What is run again in the backward pass, when nobody watches, draws as it will then.
     """
-    is_of_tokens = input.ndim >= 3 and input.shape[-2] == at.total()
-    if not is_of_tokens or at.count == 0 or at.recording != recording_now():
+    draws_for_tokens = p > 0 and input.ndim >= 3 and input.shape[-2] == at.total()
+    if not draws_for_tokens or at.count == 0 or at.recording != recording_now():
         return F.dropout(input, p, training, inplace)
     return _padded(F.dropout(input[..., : at.n, :], p, training, inplace), at)
 
