@@ -94,7 +94,8 @@ def run(program: str, *words: str, apart: bool = False, draws: bool = True) -> R
         return Result(status, *((file.seek(0), file.read())[1] for file in (out, err)))
 
 
-train, evaluate = partial(run, "train.py", draws=False), partial(run, "eval.py", draws=False)
+train = partial(run, "train.py", draws=False)
+evaluate = partial(run, "eval.py", draws=False)
 
 
 def script(name: str, *words: str, apart: bool = False) -> Result:
@@ -243,7 +244,8 @@ def _leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def same(run: Run, other: Run) -> list[str]:
     """Returns the names of the facts in which two runs differ."""
-    ours, theirs = run.facts(), other.facts()
+    ours = run.facts()
+    theirs = other.facts()
     return [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
 
 

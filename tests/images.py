@@ -29,7 +29,8 @@ import torch.distributed as dist
 from PIL import Image
 
 OWN = ("dataset=custom", "dataset.source=tests.images:digits", "dataset.workers=0")
-EVENT, LOG = "TESTS_IMAGES_EVENT", "TESTS_IMAGES_LOG"
+EVENT = "TESTS_IMAGES_EVENT"
+LOG = "TESTS_IMAGES_LOG"
 UNREADABLE = "TESTS_IMAGES_UNREADABLE"
 read = {"train": 0, "held_out": 0}  # images by this process since the event was chosen
 
@@ -66,7 +67,9 @@ class Half(Sequence[tuple[np.ndarray, int]]):
     """Half of the data: (image `h w`, class) pairs."""
 
     def __init__(self, name: str, images: np.ndarray, targets: list[int]):
-        self.name, self.images, self.targets = name, images, targets
+        self.name = name
+        self.images = images
+        self.targets = targets
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -141,7 +144,8 @@ def write_images(
 
 def write_cifar(folder: Path, kind: Any, patch: Any) -> Path:
     """Writes a small archive of CIFAR, which torchvision's class then takes for the whole one."""
-    content, rng = folder / "content", np.random.default_rng(0)
+    content = folder / "content"
+    rng = np.random.default_rng(0)
     content.mkdir(parents=True)
     label, number = ("fine_labels", 100) if kind.__name__ == "CIFAR100" else ("labels", 10)
     for name, _ in (*kind.train_list, *kind.test_list):

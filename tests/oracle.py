@@ -62,7 +62,8 @@ class Oracle(nn.Module):
                 score_logits = self.scorenets[str(index)](x, prefix)
                 difficulty = F.cross_entropy(score_logits, targets, reduction="none")
                 is_easy = difficulty < htm.tau  # Eq. 8
-                before, rho = saliency, htm.rho_for(saliency.shape[1])
+                before = saliency
+                rho = htm.rho_for(saliency.shape[1])
                 x, targets, saliency, mask, donor = mix(x, targets, before, is_easy, rho, prefix)
                 told = (is_easy, mask, saliency - before, before, donor)
                 layers.append(Mixed(index, score_logits, difficulty, *told))
@@ -165,7 +166,9 @@ def mix(
     gain = gain_by_repetition(saliency, rho)[easy].cpu().numpy()
     donor_of = dict(zip(easy, linear_sum_assignment(gain, maximize=True)[1].tolist(), strict=True))
     mask = torch.zeros_like(saliency, dtype=torch.bool)
-    mixed, mixed_targets, mixed_saliency = list(x), list(targets), list(saliency)
+    mixed = list(x)
+    mixed_targets = list(targets)
+    mixed_saliency = list(saliency)
     for i, j in donor_of.items():
         mask[i] = saliency[j] - saliency[i] > rho
         replaced = torch.cat([mask.new_zeros(prefix), mask[i]])

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-fsync, replace = os.fsync, os.replace
+fsync = os.fsync
+replace = os.replace
 
 
 def note(*words: object) -> None:
@@ -33,7 +34,8 @@ def noted_replace(path: Any, target: Any) -> None:
 
 
 if __name__ == "__main__":
-    os.fsync, os.replace = noted_fsync, noted_replace
+    os.fsync = noted_fsync
+    os.replace = noted_replace
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(sys.argv[0]).parent)  # as if it was started itself
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -33,12 +33,16 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
 def test_bench_times_plain_steps_beside_htm_and_vtm(measured: tuple[Result, Path]):
     result, path = measured
     report = json.loads(path.read_text())
-    assert report["rounds"] == 2 and report["torch"] == torch.__version__
-    steps, assignment = report["tables"][f"{MODEL}, eager"], report["tables"]["assignment"]
-    assert [*steps] == STEPS and len(assignment) == 4
+    assert report["rounds"] == 2
+    assert report["torch"] == torch.__version__
+    steps = report["tables"][f"{MODEL}, eager"]
+    assignment = report["tables"]["assignment"]
+    assert [*steps] == STEPS
+    assert len(assignment) == 4
     for name, row in steps.items():
         assert row["images/s"] == pytest.approx(128_000 / row["ms"]["median"])
-        assert (row["tokens"] > 1) == (name in ("HTM", "both")) and row["tokens"] < 64
+        assert (row["tokens"] > 1) == (name in ("HTM", "both"))
+        assert row["tokens"] < 64
         assert row["ratio"]["median"] == 1 or name != "plain"
     for each in [row["ms"] for row in (*steps.values(), *assignment.values())]:
         assert 0 < each["least"] <= each["low"] <= each["median"] <= each["high"] <= each["most"]
@@ -84,13 +88,15 @@ def test_mistakes_are_refused_in_one_line(here: Path, words: tuple[str, ...], pa
     Path("text.json").write_text("no report")
     result = script(*words)
     assert (result.status, len(result.lines)) == (2, 1), result
-    assert part in result.lines[0] and [x.name for x in here.iterdir()] == ["text.json"]
+    assert part in result.lines[0]
+    assert [x.name for x in here.iterdir()] == ["text.json"]
 
 
 def test_a_report_of_another_machine_is_not_compared(measured: tuple[Result, Path], here: Path):
     old = json.loads(measured[1].read_text()) | {"machine": "another"}
     result = compared(here / "old.json", old)
-    assert (result.status, len(result.lines)) == (2, 1) and "another" in result.lines[0]
+    assert (result.status, len(result.lines)) == (2, 1)
+    assert "another" in result.lines[0]
 
 
 def test_cost_multiplies_the_time_of_an_image_by_the_images_of_all_runs(here: Path):

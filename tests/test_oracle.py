@@ -70,11 +70,13 @@ def test_a_training_pass_equals_the_equations(name: str):
     torch.testing.assert_close(output.targets, expected.targets, atol=1e-6, rtol=1e-5)
     assert len(output.layers) == len(expected.layers)
     for ours, theirs in zip(output.layers, expected.layers, strict=True):
-        assert ours.layer == theirs.layer and ours.mask.any()
+        assert ours.layer == theirs.layer
+        assert ours.mask.any()
         for field in ("is_easy", "mask"):
             assert torch.equal(getattr(ours, field), getattr(theirs, field)), field
         for field in ("score_logits", "difficulty", "saliency", "gain"):
-            found, written_out = getattr(ours, field), getattr(theirs, field)
+            found = getattr(ours, field)
+            written_out = getattr(theirs, field)
             torch.testing.assert_close(found, written_out, atol=1e-6, rtol=1e-4, msg=field)
     loss = training_loss(output)
     torch.testing.assert_close(loss, expected.loss, atol=1e-6, rtol=1e-5)
@@ -88,9 +90,11 @@ def test_a_training_pass_equals_the_equations(name: str):
 def test_equal_samples_give_each_other_nothing():
     """Where saliency ties nothing is gained, so nothing is replaced, with rho = 0 too."""
     module = attach(small_cct(), CLASSES, htm={"layer": 1, "tau": INF, "rho": 0.0}).train()
-    images, targets = torch.randn(1, 3, 16, 16).expand(4, -1, -1, -1), torch.eye(CLASSES)[:4]
+    images = torch.randn(1, 3, 16, 16).expand(4, -1, -1, -1)
+    targets = torch.eye(CLASSES)[:4]
     output = module(images, targets)
-    assert not output.mask.any() and torch.equal(output.targets, targets)
+    assert not output.mask.any()
+    assert torch.equal(output.targets, targets)
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.02, INF])

@@ -52,4 +52,5 @@ def test_files_beside_the_code_agree():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())
     pinned = re.search(r"^ruff==(.+)$", (ROOT / "requirements-dev.txt").read_text(), re.M)
     (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-    assert pinned is not None and repo["rev"] == f"v{pinned[1]}"
+    assert pinned is not None
+    assert repo["rev"] == f"v{pinned[1]}"

@@ -50,10 +50,12 @@ def values_of(study: str) -> dict[str, dict[str, dict[int, float]]]:
 @pytest.mark.parametrize("study", STUDIES)
 def test_page_has_the_statistics_of_the_published_lines(study: str):
     file: dict[str, Any] = yaml.safe_load((ROOT / f"results/{study}.yaml").read_text())
-    values, tested = values_of(study), file.get("tested", "top1_last")
+    values = values_of(study)
+    tested = file.get("tested", "top1_last")
     page = (ROOT / "docs/results.md").read_text()
     (section,) = (x for x in page.split("\n## ") if f"`results/{study}.yaml`" in x)
-    cells, p = printed(section), {}
+    cells = printed(section)
+    p = {}
     assert set(file["rows"]) == set(values[tested]) <= set(cells)
     for row, settings in file["rows"].items():
         options = settings if isinstance(settings, dict) else {}

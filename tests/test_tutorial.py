@@ -15,7 +15,8 @@ NOTEBOOK = Path(__file__).parents[1] / "docs" / "tutorial.ipynb"
 def test_notebook_runs_and_reports_the_mixing(monkeypatch: pytest.MonkeyPatch):
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    assert len(cells) == 10 and len(code) == 8
+    assert len(cells) == 10
+    assert len(code) == 8
     figures: list[Any] = []
     monkeypatch.setattr(plt, "show", lambda: figures.append(plt.gcf()))
     names: dict[str, Any] = {}
@@ -35,4 +36,5 @@ def test_notebook_runs_and_reports_the_mixing(monkeypatch: pytest.MonkeyPatch):
 
 def test_notebook_is_stored_without_output():
     for cell in json.loads(NOTEBOOK.read_text())["cells"]:
-        assert not cell.get("outputs") and cell.get("execution_count") is None
+        assert not cell.get("outputs")
+        assert cell.get("execution_count") is None

@@ -12,7 +12,9 @@ from reproduction.training.step import Trainer
 from scripts.bench import build_trainer
 from tokenmixup import HTM
 
-SMALL, CCT, VIT = "cct_2_3x2", "cct_7_3x1", "vit_base_patch16_224"
+SMALL = "cct_2_3x2"
+CCT = "cct_7_3x1"
+VIT = "vit_base_patch16_224"
 TRAINED_AS = {  # model -> words of its own recipe, classes, factor on its q, k and v
     SMALL: (["dataset=digits", "recipe=quickstart"], 10, 12),
     CCT: (["dataset=cifar100", "recipe=cifar_cct"], 100, 6),
@@ -20,11 +22,13 @@ TRAINED_AS = {  # model -> words of its own recipe, classes, factor on its q, k 
 }
 # precision -> tolerated relative difference of the losses of equal steps, computed otherwise
 TOLERANCES = {"float32": 1e-3, "bf16": 4e-2, "float16": 1e-2}
-BOTH, ALL = ["htm", "vtm"], ["mixup", "cutmix", "manifold_mixup", "htm", "vtm"]
+BOTH = ["htm", "vtm"]
+ALL = ["mixup", "cutmix", "manifold_mixup", "htm", "vtm"]
 EVERY_STACK: list[list[str]] = [[], ["htm"], ["vtm"], BOTH]
 NO_DROPOUT = ("model.drop_path=0", "model.attn_drop=0")
 LAYERS = "augmentation.manifold_mixup.layers=[0,1]"
-CLIP, AVERAGE = "recipe.clip_grad_norm=1", "recipe.ema_decay=0.9"
+CLIP = "recipe.clip_grad_norm=1"
+AVERAGE = "recipe.ema_decay=0.9"
 SPLIT = "augmentation.htm.tau=2.31"  # easy and hard samples in both batches
 # With rho=0 both cycles of three samples would gain alike, and rounding choose the donors.
 AT_32 = ("model.image_size=32", "augmentation.vtm.kappa=2", "augmentation.htm.rho=0.02")
@@ -176,7 +180,8 @@ def scheduled_steps(trainer: Trainer) -> list[Line]:
 
 
 def _steps(trainer: Trainer, batches: list[int]) -> list[Line]:
-    generator, size = torch.Generator().manual_seed(3), trainer.config.model.image_size
+    generator = torch.Generator().manual_seed(3)
+    size = trainer.config.model.image_size
     lines = BatchMetrics(trainer.world)
     for batch in batches:
         shape = (batch, 3, size, size)

@@ -82,7 +82,8 @@ def trained_here(name: str) -> Trained:
 def test_losses_and_gradients_equal_the_cpus(
     case: str, device: torch.device, record_property: Record
 ):
-    there, here = train(device, CASES[case]), trained_here(case)
+    there = train(device, CASES[case])
+    here = trained_here(case)
     far = distance(there, here)
     record_property("losses differ by", f"{far.losses:.1e}")
     record_property("gradients by", f"{far.gradients:.1e}")
@@ -147,7 +148,9 @@ def test_a_gain_that_is_not_finite_is_named(device: torch.device):
 
 def test_an_evaluation_waits_once(gpu: torch.device, record_property: Record):
     trainer = small_trainer(gpu, [], "bf16")
-    model, normalize, world = trainer.module.model, trainer.inputs.normalize, trainer.world
+    model = trainer.module.model
+    normalize = trainer.inputs.normalize
+    world = trainer.world
     few, many = (
         waits_of(partial(evaluate, model, normalize, [pinned_batch()] * n, world, "bf16"))
         for n in (1, 5)
@@ -267,10 +270,13 @@ def test_a_graph_of_the_step_equals_eager_steps(
         small_trainer(device, stack, precision, *GRAPH, *more, f"compile={compiling}")
         for compiling in ("cuda-graph", "false")
     )
-    lines, expected = scheduled_steps(graph), scheduled_steps(eager)
-    assert graph.graph is not None and len(graph.graph.captured) == 2
+    lines = scheduled_steps(graph)
+    expected = scheduled_steps(eager)
+    assert graph.graph is not None
+    assert len(graph.graph.captured) == 2
     skipped = [line["skipped"] for line in expected]
-    assert [line["skipped"] for line in lines] == skipped and sum(skipped) < len(skipped)
+    assert [line["skipped"] for line in lines] == skipped
+    assert sum(skipped) < len(skipped)
     good = [place for place, flag in enumerate(skipped) if not flag]
     error = distance_of_losses([lines[i] for i in good], [expected[i] for i in good])
     record_property("losses differ by", f"{error:.1e}")
@@ -332,7 +338,8 @@ def test_steps_of_a_graph_draw_new_random_numbers(has_dropout: bool, device: tor
         *STILL,
         *(("model.attn_drop=0.5",) if has_dropout else NO_DROPOUT),
     )
-    trainer, losses = small_trainer(device, BOTH, "float32", *more), list[float]()
+    trainer = small_trainer(device, BOTH, "float32", *more)
+    losses = list[float]()
     images = torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8)
     for trainer.step in range(count := WARM_UP + 3):
         losses += [float(part.loss) for part in trainer.train_step(images, torch.arange(6), 6)]

@@ -27,9 +27,12 @@ def test_a_launcher_runs_a_sweep_once_and_ends_in_one_table(launcher: str):
     assert failed.err.count("is kept as failed") == 2
     assert sorted(statuses()) == ["failed"] * 2 + ["finished"] * 2
     again = train(*sweep, "recipe.lr=0.001", apart=True)
-    assert again.status == 0 and again.out.count("2 of 2 runs are finished") == 1
+    assert again.status == 0
+    assert again.out.count("2 of 2 runs are finished") == 1
     refused = train(*sweep, "recipe.lr=0.001,-1")
-    assert refused.status == 2 and "recipe.lr=-1" in refused.err and len(runs()) == 4
+    assert refused.status == 2
+    assert "recipe.lr=-1" in refused.err
+    assert len(runs()) == 4
 
 
 @pytest.mark.parametrize("signal", ["SIGUSR2", "SIGTERM"])
@@ -39,9 +42,11 @@ def test_submitit_requeues_a_run_and_one_that_is_ended_goes_on(signal: str):
         result = train(*sweep, apart=True)
     expected = {"SIGUSR2": (0, "finished"), "SIGTERM": (1, "interrupted")}[signal]
     assert (result.status, *{*statuses()}) == expected, result
-    assert train(*sweep, apart=True).status == 0 and statuses() == ["finished"] * 2
+    assert train(*sweep, apart=True).status == 0
+    assert statuses() == ["finished"] * 2
     whole = train("name=whole", "output_root=other", "seed=0", *MINE)
-    assert whole.status == 0 and same(runs()[0], Run("other/whole")) == []
+    assert whole.status == 0
+    assert same(runs()[0], Run("other/whole")) == []
 
 
 def test_optuna_chooses_on_a_validation_split_and_repeats_no_run():
@@ -51,7 +56,9 @@ def test_optuna_chooses_on_a_validation_split_and_repeats_no_run():
         *("augmentation.htm.tau=interval(1.5,3)", "augmentation.htm.rho=choice(0,0.01)", *ONE),
     )
     refused = train(*sweep, apart=True)
-    assert refused.status == 2 and "dataset.validation" in refused.err and runs() == []
+    assert refused.status == 2
+    assert "dataset.validation" in refused.err
+    assert runs() == []
     first = train(*sweep, "dataset.validation=0.2", apart=True)
     assert first.status == 0 and "4 of 4 runs are finished" in first.out, first
     (path,) = Path("outputs/.sweeps").glob("*/optimization_results.yaml")
@@ -63,7 +70,8 @@ def test_optuna_chooses_on_a_validation_split_and_repeats_no_run():
     loss = train(*sweep, "dataset.validation=0.2", "objective=val_loss", apart=True)
     results = max(Path("outputs/.sweeps").glob("*/optimization_results.yaml"))
     lowest = max(run.summary["log"][-1]["val_loss"] for run in runs())
-    assert loss.status == 0 and yaml.safe_load(results.read_text())["best_value"] == lowest
+    assert loss.status == 0
+    assert yaml.safe_load(results.read_text())["best_value"] == lowest
 
 
 def test_a_study_is_trained_by_another_launcher():

@@ -88,7 +88,8 @@ def test_a_mistake_is_refused_in_one_line_that_names_it(
 def test_a_missing_gpu_is_named(here: Path):
     for words in (["device=cuda"], ["compile=cuda-graph", "device=cpu"]):
         result = train(*words)
-        assert (result.status, len(result.lines)) == (2, 1) and words[0] in result.err
+        assert (result.status, len(result.lines)) == (2, 1)
+        assert words[0] in result.err
     assert not [*here.iterdir()]
 
 
@@ -107,24 +108,30 @@ def test_weights_of_another_model_or_of_other_classes_are_refused(here: Path):
         Path(root, half, "cat").rename(Path(root, half, "elk"))
     for which in ("last", "best"):
         result = evaluate("run=outputs/mine", f"weights={which}")
-        assert result.status == 2 and "cat" in result.err and "elk" in result.err
+        assert result.status == 2
+        assert "cat" in result.err
+        assert "elk" in result.err
     weights = "model.weights=outputs/mine/checkpoints/best.safetensors"
     for change, named in [
         ("model.embed_dim=32", "best.safetensors"),
         ("model.depth=3", "blocks.2"),
     ]:
         result = train(weights, *SMALL, change)
-        assert (result.status, len(result.lines)) == (2, 1) and named in result.err
-    assert not Path("outputs/cct_2_3x2-digits").exists() and len([*Path("outputs").iterdir()]) == 1
+        assert (result.status, len(result.lines)) == (2, 1)
+        assert named in result.err
+    assert not Path("outputs/cct_2_3x2-digits").exists()
+    assert len([*Path("outputs").iterdir()]) == 1
 
 
 def test_a_run_outlives_its_terminal(here: Path):
     with started("name=mine", *SMALL) as process:
-        assert process.stdout and process.stderr
+        assert process.stdout
+        assert process.stderr
         process.stdout.close()
         process.stderr.close()
         eventually(lambda: process.poll() is not None)
-    assert process.returncode == 0 and Run("outputs/mine").summary["status"] == "finished"
+    assert process.returncode == 0
+    assert Run("outputs/mine").summary["status"] == "finished"
 
 
 @pytest.mark.parametrize("model", ["cct_2_3x2", "vit_tiny_patch16_224"])
@@ -135,8 +142,10 @@ def test_help_says_what_is_allowed_for_every_key(here: Path, model: str):
     shown = yaml.safe_load(train(*words, "--cfg", "job").out)
     for key in keys_of(shown):
         assert key in allowed or key.startswith(("logger.", "augmentation.chosen.")), key
-    assert "auto" in allowed["augmentation.htm.tau"] and "cuda-graph" in allowed["compile"]
-    assert "float16" in allowed["recipe.precision"] and ">= 1" in allowed["recipe.epochs"]
+    assert "auto" in allowed["augmentation.htm.tau"]
+    assert "cuda-graph" in allowed["compile"]
+    assert "float16" in allowed["recipe.precision"]
+    assert ">= 1" in allowed["recipe.epochs"]
     assert ("model.conv_layers" in allowed) == (model == "cct_2_3x2")
     assert not [*here.iterdir()]
 
@@ -156,4 +165,5 @@ def test_every_key_has_a_comment_in_one_file_of_its_group(group: str):
         re.sub(r"(?ms)^(defaults|hydra):.*?(?=^\S|\Z)", "", x.read_text()) for x in paths
     )
     keys = re.findall(r"^ *(\w+): +[^ #\n].*?( #.*)?$", text, re.MULTILINE)
-    assert keys and {key for key, _ in keys} == {key for key, comment in keys if comment}
+    assert keys
+    assert {key for key, _ in keys} == {key for key, comment in keys if comment}

@@ -39,7 +39,8 @@ def bug_while_handling(error: Exception) -> Callable[[], object]:
 def test_what_was_handled_by_chance_decides_nothing(here: Path, error: Exception):
     with planted("step", bug_while_handling(error)):
         result = train(*ONE)
-    assert result.status == 1 and "Traceback" in result.err
+    assert result.status == 1
+    assert "Traceback" in result.err
     assert "after step 0: KeyError: 'planted'; outputs/mine is kept" in result.lines[-1]
 
 
@@ -50,7 +51,9 @@ def test_a_bug_keeps_its_traceback(here: Path, place: str):
 
     with planted(place, bug):
         result = train(*ONE)
-    assert result.status == 1 and "Traceback" in result.err and "in bug" in result.err
+    assert result.status == 1
+    assert "Traceback" in result.err
+    assert "in bug" in result.err
     assert "FloatingPointError: not of the method" in result.lines[-1]
 
 
@@ -131,10 +134,12 @@ def test_a_finished_run_with_damaged_lines_tells_its_result(here: Path):
         Path("outputs/mine/metrics.jsonl").write_text(damage)
         for more in ((), ("-m", "seed=0")):
             result = train(*words, *more)
-            assert result.status == 0 and "mine: top-1" in result.out
+            assert result.status == 0
+            assert "mine: top-1" in result.out
             if damage:
                 (line,) = result.lines
-                assert "no report" in line and "metrics.jsonl" in line
+                assert "no report" in line
+                assert "metrics.jsonl" in line
     assert "lines of metrics.jsonl are lost" in Path("outputs/mine/report.md").read_text()
 
 
@@ -152,7 +157,9 @@ def test_a_run_whose_lock_cannot_be_opened_is_a_row_of_the_table(here: Path):
     for _ in range(2):
         result = script("runs", "outputs")
         assert result.status == 0 and "1 finished" in result.out, result
-        assert "going" in result.out and "unusable" in result.out and ".lock: " in result.out
+        assert "going" in result.out
+        assert "unusable" in result.out
+        assert ".lock: " in result.out
 
 
 @contextmanager
@@ -180,5 +187,8 @@ def test_a_run_that_another_user_has_closed_is_a_row_of_the_table(here: Path):
         table = script("runs", "outputs")
         again = train(*words, "name=closed", "resume=auto")
     assert table.status == 0 and "1 finished" in table.out, table
-    assert "closed" in table.out and "unusable" in table.out and "Permission denied" in table.out
-    assert (again.status, len(again.lines)) == (2, 1) and "Permission denied" in again.err
+    assert "closed" in table.out
+    assert "unusable" in table.out
+    assert "Permission denied" in table.out
+    assert (again.status, len(again.lines)) == (2, 1)
+    assert "Permission denied" in again.err

@@ -31,7 +31,8 @@ def test_files_are_flushed_before_they_are_moved_and_folders_after(
     assert moved.count(checkpoints / "last.pt") == 2
     for number, (kind, path, *rest) in enumerate(events):
         if kind == "move":
-            before, after = events[number - 1], events[number + 1]
+            before = events[number - 1]
+            after = events[number + 1]
             assert before[:2] == ["flush", path], events
             assert after[:2] == ["flush", str(Path(rest[0]).parent)], events
         assert kind != "gone"
@@ -47,7 +48,8 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next_one(here: Path):
     assert train(*ONE, "recipe.max_steps=1").status == 0
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    host, gone = socket.gethostname().replace(".", "-"), process.pid
+    host = socket.gethostname().replace(".", "-")
+    gone = process.pid
     left = [
         "checkpoints/.last.pt.tmp",  # of an earlier revision
         "checkpoints/.last.pt.elsewhere-1.tmp",

@@ -104,10 +104,10 @@ def test_files_of_all_kinds_are_read_and_broken_ones_named(run: str, here: Path)
     assert [row["image"] for row in rows] == sorted(f"photos/{name}" for name in READ)
     for name in BROKEN:
         (line,) = (line for line in result.lines if f"photos/a/b/{name}: " in line)
-        assert "no readable image" in line and ("more than 8 bits" in line) == ("deep" in name) | (
-            name == "float.tif"
-        )
-    assert len(result.lines) == len(BROKEN) + 1 and "1 .txt" in result.err
+        assert "no readable image" in line
+        assert ("more than 8 bits" in line) == ("deep" in name) | (name == "float.tif")
+    assert len(result.lines) == len(BROKEN) + 1
+    assert "1 .txt" in result.err
 
 
 def shown(run: str, path: Path | str) -> np.ndarray:
@@ -196,7 +196,9 @@ def test_validation_on_the_training_images_is_said_in_one_line(images: Path, kin
         shutil.copytree(images / "train", images / "val")
     result = train(*FOLDER)
     (line,) = result.lines
-    assert result.status == 0 and "images/val" in line and "images/train" in line
+    assert result.status == 0
+    assert "images/val" in line
+    assert "images/train" in line
 
 
 def test_imagenet_is_seen_as_it_is_stored(images: Path):
@@ -252,7 +254,9 @@ def test_folder_that_is_no_data_set_is_refused_in_one_line(images: Path, kind: s
     change(images)
     result = train(*FOLDER)
     assert result.status == 2 and len(result.lines) == 1, result.err
-    assert "dataset.root=" in result.err and part in result.err and not Path("outputs").exists()
+    assert "dataset.root=" in result.err
+    assert part in result.err
+    assert not Path("outputs").exists()
 
 
 def test_classes_without_a_held_out_image_are_named(images: Path):
@@ -270,9 +274,11 @@ def test_broken_image_is_named_and_ends_the_run(
     for name in ("train/cat/2.png", "train/dog/1.png"):
         (images / name).write_bytes(b"none")
     result = train(*FOLDER, "name=run", "dataset.workers=1")
-    assert result.status in (1, 2) and "no readable image" in result.lines[-1]
+    assert result.status in (1, 2)
+    assert "no readable image" in result.lines[-1]
     if memory:
-        assert "train/cat/2.png" in result.err and "2 of 6 images" in result.err
+        assert "train/cat/2.png" in result.err
+        assert "2 of 6 images" in result.err
     else:
         assert any(name in result.lines[-1] for name in ("train/cat/2.png", "train/dog/1.png"))
 
@@ -310,6 +316,7 @@ def test_failed_download_states_which_file_to_put_where(
 ):
     write_cifar(here / "data", CIFAR10, monkeypatch).write_bytes(b"half a download")
     result = train("dataset=cifar10", "dataset.root=data", *TINY)
-    assert result.status == 2 and len(result.lines) == 1
+    assert result.status == 2
+    assert len(result.lines) == 1
     parts = ("dataset.root=data", CIFAR10.url, CIFAR10.tgz_md5, str(here / "data"))
     assert all(part in result.err for part in parts)

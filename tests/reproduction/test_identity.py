@@ -121,13 +121,17 @@ def test_runs_of_earlier_revisions_are_found_and_read(here: Path):
     del saved["augmentation"]["htm"]["labels"], saved["checkpoint"]
     (run.path / "config.yaml").write_text(yaml.safe_dump(saved))
     again = train("resume=auto", *SMALL)
-    assert again.status == 0 and "mine: top-1" in again.out and not again.err
+    assert again.status == 0
+    assert "mine: top-1" in again.out
+    assert not again.err
     assert evaluate("run=outputs/mine").status == 0
     other = train("name=mine", "resume=auto", *SMALL, "recipe.lr=5e-5")
-    assert other.status == 2 and "recipe.lr=5e-05 instead of 0.002" in other.err
+    assert other.status == 2
+    assert "recipe.lr=5e-05 instead of 0.002" in other.err
     (run.path / "config.yaml").write_text(yaml.safe_dump({**saved, "recipe": skips["recipe"]}))
     result = train("name=mine", "resume=auto", *SMALL)
-    assert result.status == 2 and "recipe.non_finite=skip" in result.err
+    assert result.status == 2
+    assert "recipe.non_finite=skip" in result.err
     assert len(result.lines) == 1
 
 
@@ -173,7 +177,8 @@ def test_a_run_is_found_whatever_its_log_and_wherever_its_project_lies(here: Pat
     for more in ([], ["recipe.log_every=7"], ["dataset.root=images/"]):
         again = train(*words, *more)
         assert again.status == 0 and not again.err, again.err
-        assert [x.path for x in runs()] == [run.path] and runs()[0].summary["seconds"] == seconds
+        assert [x.path for x in runs()] == [run.path]
+        assert runs()[0].summary["seconds"] == seconds
 
 
 OWN_ARRAYS = """
@@ -201,7 +206,8 @@ def test_a_run_on_arrays_is_not_taken_for_one_on_other_pixels(
     del sys.modules["arrays_of_mine"]
     importlib.invalidate_caches()
     refused = train(*words, "name=mine")
-    assert (refused.status, len(refused.lines)) == (2, 1) and "pixels" in refused.err
+    assert (refused.status, len(refused.lines)) == (2, 1)
+    assert "pixels" in refused.err
 
 
 def test_files_of_the_method_list_all_options_of_the_library():
@@ -225,7 +231,9 @@ def test_rows_of_the_same_settings_are_one_run():
         for row, key in keys_of_rows(path):
             names[key].add(f"{path.stem}/{row}")
     shared = [x for x in names.values() if len(x) > 1]
-    assert len(names) > 20 and len(shared) == 5 and all(x in shared for x in SHARED)
+    assert len(names) > 20
+    assert len(shared) == 5
+    assert all(x in shared for x in SHARED)
 
 
 def test_published_results_are_found_by_the_rows_of_their_studies():

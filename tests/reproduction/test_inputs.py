@@ -75,7 +75,8 @@ def test_two_ranks_share_the_batches_of_one_process(here: Path):
         with recorded(here / f"log-{ranks}"):
             result = train(*RUN, f"name=run-{ranks}", f"devices={ranks}", "recipe.batch_size=22")
         assert result.status == 0, result.err
-    alone, shared = order_of(here / "log-1"), order_of(here / "log-2", ranks=2)
+    alone = order_of(here / "log-1")
+    shared = order_of(here / "log-2", ranks=2)
     for (whole,), (first, second) in zip(alone, shared, strict=True):
         for batch in np.split(np.array(whole), 3):  # 20 images each, not 22, 22 and 16
             assert batch.tolist() == first[:10] + second[:10]
@@ -93,7 +94,8 @@ def test_augmentation_and_normalisation_equal_timm(seed: int, scale: str):
     pixels = np.random.default_rng(seed).integers(0, 256, (12, 32, 48, 3), np.uint8)
     pictures = [(Image.fromarray(image), i) for i, image in enumerate(pixels)]
     ours = build_training_images(config, Half.of(pictures, range(12)))
-    transforms, data = config.recipe.transforms, config.dataset
+    transforms = config.recipe.transforms
+    data = config.dataset
     timms = create_transform(
         (3, 32, 32),
         is_training=True,
@@ -110,7 +112,8 @@ def test_augmentation_and_normalisation_equal_timm(seed: int, scale: str):
     normalize = inputs_of("recipe=cifar_cct", "augmentation=[]").normalize
     batch = ours.__getitems__([(1, index) for index in range(12)])
     for index, example in enumerate(batch):
-        assert example.image.dtype == torch.uint8 and example.target == index
+        assert example.image.dtype == torch.uint8
+        assert example.target == index
         with seeded(Purpose.AUGMENT, seed, 1, index):
             expected = timms(pictures[index][0])
         torch.testing.assert_close(normalize(example.image[None])[0], expected, atol=2e-6, rtol=0)
@@ -150,7 +153,8 @@ def test_erased_boxes_are_filled_with_standard_noise(mode: str, colours: int | N
     erased = prepared(inputs, images, 0, 0, 0).images
     is_box = (erased < 50).any(dim=1)  # b h w
     filled = erased.movedim(1, -1)[is_box]  # pixels 3
-    assert abs(filled.mean()) < 0.1 and abs(filled.std() - 1) < 0.1
+    assert abs(filled.mean()) < 0.1
+    assert abs(filled.std() - 1) < 0.1
     first = erased[0].movedim(0, -1)[is_box[0]]
     assert len(first.unique(dim=0)) == (colours or len(first))
     assert len(filled.unique(dim=0)) >= 390  # no two images share their noise
@@ -160,7 +164,8 @@ def test_erased_boxes_are_filled_with_standard_noise(mode: str, colours: int | N
 def test_a_quarter_of_the_images_is_erased_after_mixing(stack: str):
     """1,000 images with the recipe's probability; erasing before would touch 44 %."""
     words = ["recipe=cifar_cct", f"augmentation=[{stack}]"]
-    ours, plain = inputs_of(*words), inputs_of(*words, "recipe.transforms.erasing_prob=0")
+    ours = inputs_of(*words)
+    plain = inputs_of(*words, "recipe.transforms.erasing_prob=0")
     touched = 0
     for number in range(10):
         images = torch.randint(256, (100, 3, 32, 32), dtype=torch.uint8)
@@ -178,10 +183,12 @@ def test_a_quarter_of_the_images_is_erased_after_mixing(stack: str):
 def test_inputs_are_a_function_of_seed_step_and_rank(stack: str):
     words = [f"augmentation=[{stack}]", "recipe.transforms.erasing_prob=1"]
     inputs = inputs_of(*words, "recipe.transforms.erasing_mode=pixel")
-    before, state = IMAGES.clone(), torch.get_rng_state()
+    before = IMAGES.clone()
+    state = torch.get_rng_state()
     keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
     results = [inputs(IMAGES, torch.arange(8), *key) for key in keys]
-    assert torch.equal(torch.get_rng_state(), state) and torch.equal(IMAGES, before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(IMAGES, before)
     for key, mixed in zip(keys, results, strict=True):
         again = prepared(inputs, IMAGES, *key)
         assert torch.equal(again.images, mixed.images)
@@ -217,7 +224,8 @@ def test_input_mixing_equals_timm_and_accepts_odd_batches(n: int, stack: str):
     ours = inputs_of(*words)
     theirs = Mixup(**alphas, label_smoothing=0.1, num_classes=10)
     for number in range(8):
-        images, classes = torch.randint(256, (n, 3, 8, 8), dtype=torch.uint8), torch.arange(n) % 4
+        images = torch.randint(256, (n, 3, 8, 8), dtype=torch.uint8)
+        classes = torch.arange(n) % 4
         mixed = ours(images, classes, 0, number, 0)
         soft = mixed.targets(10, 0.1)
         torch.testing.assert_close(soft.sum(dim=1), torch.ones(n))
@@ -273,5 +281,8 @@ def test_dropout_is_a_function_of_seed_and_step():
         trainer = build_trainer([*words, *more])
         return [step(trainer, IMAGES, torch.arange(8)).losses[0] for _ in range(3)]
 
-    first, again, other = losses(), losses(), losses("seed=1")
-    assert first == again and len({*first, *other}) == 6
+    first = losses()
+    again = losses()
+    other = losses("seed=1")
+    assert first == again
+    assert len({*first, *other}) == 6

@@ -26,13 +26,16 @@ def statuses() -> list[str]:
 def test_a_failed_point_ends_no_other_and_is_told_at_the_end(here: Path, jobs: list[str]):
     result = train("-m", *jobs, "recipe.lr=1e30,0.001", "seed=range(2)", *ONE)
     assert result.status == 1, result
-    assert len(result.lines) == 2 and result.err.count("is kept as failed") == 2
+    assert len(result.lines) == 2
+    assert result.err.count("is kept as failed") == 2
     assert sorted(statuses()) == ["failed"] * 2 + ["finished"] * 2
-    assert "2 of 4 runs are finished" in result.out and "report/lr-" in result.out
+    assert "2 of 4 runs are finished" in result.out
+    assert "report/lr-" in result.out
     for run in runs() if jobs else ():
         assert "epoch" in Path("outputs/.logs", f"{run.path.name}.log").read_text()
     again = train("-m", *jobs, "recipe.lr=0.001", "seed=range(2)", "resume=auto", *ONE)
-    assert again.status == 0 and len(runs()) == 4
+    assert again.status == 0
+    assert len(runs()) == 4
 
 
 @pytest.mark.slow
@@ -57,30 +60,41 @@ def test_a_sweep_has_the_order_of_its_words(here: Path):
 def test_errors_are_told_where_no_run_has_begun(here: Path, monkeypatch: pytest.MonkeyPatch):
     words = ("seed=0,1", *ONE, "logger=wandb", "logger.wandb.mode=bogus")
     result = train("-m", *words)
-    assert result.status == 2 and [x for x in result.lines if "bogus" not in x] == []
-    assert len(result.lines) == 2 and "0 of 2 runs" in result.out and not [*here.iterdir()]
+    assert result.status == 2
+    assert [x for x in result.lines if "bogus" not in x] == []
+    assert len(result.lines) == 2
+    assert "0 of 2 runs" in result.out
+    assert not [*here.iterdir()]
     dying = "import os, sys; sys.orig_argv[-1][:5] == 'name=' and os._exit(3)"
     Path("sitecustomize.py").write_text(dying)  # of a process that says nothing
     monkeypatch.setenv("PYTHONPATH", str(here))
     result = train("-m", "jobs=2", "seed=0,1", *ONE)
-    assert result.status == 1 and len(result.lines) == 2 and result.err.count("is empty") == 2
+    assert result.status == 1
+    assert len(result.lines) == 2
+    assert result.err.count("is empty") == 2
 
 
 def test_a_task_is_one_point_and_a_dry_run_is_none(here: Path):
     sweep = ("-m", "seed=0,1,2", *ONE)
     shown = train(*sweep, "dry_run=1")
-    assert shown.status == 0 and not [*here.iterdir()]
+    assert shown.status == 0
+    assert not [*here.iterdir()]
     names = re.findall(r"outputs/(\S+)", shown.out)
-    assert len(names) == 3 and "3 runs: 3 not started" in shown.out
-    assert "-s1-" in names[1] and "embed_dim=16" in names[1]
+    assert len(names) == 3
+    assert "3 runs: 3 not started" in shown.out
+    assert "-s1-" in names[1]
+    assert "embed_dim=16" in names[1]
     assert train(*sweep, "task=1").status == 0
     assert [run.path.name for run in runs()] == [names[1]]
     shown = train(*sweep, "dry_run=1", "resume=auto").out
-    assert re.search(r"\| 1 +\|.* finished ", shown) and f"1: outputs/{names[1]}\n" in shown
+    assert re.search(r"\| 1 +\|.* finished ", shown)
+    assert f"1: outputs/{names[1]}\n" in shown
     other = train(*ONE, f"name='{names[1]}'", "recipe.lr=9", "dry_run=1", "resume=auto")
-    assert other.status == 2 and "holds another run" in other.err
+    assert other.status == 2
+    assert "holds another run" in other.err
     refused = train(*sweep, "task=3")
-    assert refused.status == 2 and "task=3" in refused.err
+    assert refused.status == 2
+    assert "task=3" in refused.err
 
 
 def test_names_say_what_is_trained(here: Path):
@@ -96,17 +110,22 @@ def test_names_say_what_is_trained(here: Path):
     ]
     assert names[0].startswith("cct_2_3x2-digits-mixup+cutmix-s3-")
     assert names[1].startswith("cct_2_3x2-digits-plain-lr=1e-3-epochs=30-s0-")
-    assert names[2].startswith("table1-cifar10_htm-s0-") and names[3:] == ["mine", "of-3"]
+    assert names[2].startswith("table1-cifar10_htm-s0-")
+    assert names[3:] == ["mine", "of-3"]
 
 
 def test_an_interrupted_sweep_goes_on_with_the_same_command(here: Path):
     sweep = ("-m", "seed=0,1", *MINE, "resume=auto")
     with disturbed("SIGINT", at=70):
         result = train(*sweep)
-    assert result.status == 130 and "repeat the command" in result.err
-    assert "0 of 2 runs are finished" in result.out and "1 interrupted" in result.out
-    assert statuses() == ["interrupted"] and 0 < runs()[0].checkpoint()["step"] < 6
-    assert train(*sweep).status == 0 and statuses() == ["finished"] * 2
+    assert result.status == 130
+    assert "repeat the command" in result.err
+    assert "0 of 2 runs are finished" in result.out
+    assert "1 interrupted" in result.out
+    assert statuses() == ["interrupted"]
+    assert 0 < runs()[0].checkpoint()["step"] < 6
+    assert train(*sweep).status == 0
+    assert statuses() == ["finished"] * 2
     assert train("name=whole", "output_root=other", "seed=0", *MINE).status == 0
     assert same(runs()[0], Run("other/whole")) == []
 
@@ -125,7 +144,8 @@ def test_ctrl_c_saves_all_processes_and_a_second_ends_them(here: Path, times: in
     # one that is killed wrote no status: its lock, which is free, tells
     assert len(runs()) == 2
     if times == 1:
-        assert statuses() == ["interrupted"] * 2 and all(run.checkpoints for run in runs())
+        assert statuses() == ["interrupted"] * 2
+        assert all(run.checkpoints for run in runs())
     shown = train("-m", "seed=0,1,2", *SMALL, "recipe.epochs=4000", "resume=auto", "dry_run=1").out
     assert "2 interrupted, 1 not started" in shown
 
@@ -135,7 +155,9 @@ def test_one_process_at_a_time_trains_a_run(here: Path):
     with started(*words):
         eventually(lambda: Path("outputs/mine/metrics.jsonl").exists())
         result = train(*words)
-        assert result.status == 2 and "mine" in result.err and "process" in result.err
+        assert result.status == 2
+        assert "mine" in result.err
+        assert "process" in result.err
         assert "running" in train(*words, "dry_run=1").out
     assert "interrupted" in train(*words, "dry_run=1").out
 
@@ -148,11 +170,14 @@ def test_a_longer_copy_goes_on_and_not_the_shorter_original(here: Path):
         assert train(*MINE, "name=first", "resume=auto").status == 130
     shutil.move("outputs/first", "outputs/second")  # sorts behind, and is a copy by its summary
     shutil.move("early", "outputs/first")
-    first, second = Run("outputs/first"), Run("outputs/second")
+    first = Run("outputs/first")
+    second = Run("outputs/second")
     assert 0 < len(first.steps) < len(second.steps) < 6
     result = train(*MINE, "resume=auto")
-    assert result.status == 0 and "outputs/first holds the same run" in result.err
-    assert second.summary["status"] == "finished" and first.summary["status"] == "interrupted"
+    assert result.status == 0
+    assert "outputs/first holds the same run" in result.err
+    assert second.summary["status"] == "finished"
+    assert first.summary["status"] == "interrupted"
 
 
 def test_the_run_goes_on_and_not_its_copy(here: Path):
@@ -165,12 +190,16 @@ def test_the_run_goes_on_and_not_its_copy(here: Path):
     shutil.copytree("outputs/first", "outputs/aa")
     before = snapshot("outputs/backup")
     result = train(*MINE, "resume=auto")
-    assert result.status == 0 and "outputs/first" in result.out
-    assert "backup" in result.err and "outputs/aa holds" in result.err
-    assert snapshot("outputs/backup") == before and len(runs()) == 3
+    assert result.status == 0
+    assert "outputs/first" in result.out
+    assert "backup" in result.err
+    assert "outputs/aa holds" in result.err
+    assert snapshot("outputs/backup") == before
+    assert len(runs()) == 3
     assert Run("outputs/first").summary["status"] == "finished"
     again = train(*MINE, "resume=auto")
-    assert again.status == 0 and "first: top-1" in again.out
+    assert again.status == 0
+    assert "first: top-1" in again.out
 
 
 BATCH = {  # instead of SLURM's commands, and of the run's Python
@@ -200,4 +229,5 @@ def test_the_batch_file_stops_the_run_and_queues_it_again_at_the_time_limit(here
     if event == "preemption":  # SLURM signals both
         os.kill(int((here / "step").read_text()), signal.SIGTERM)
     eventually(lambda: job.poll() is not None)
-    assert job.returncode == 130 and (here / "requeued").exists() == (event == "time limit")
+    assert job.returncode == 130
+    assert (here / "requeued").exists() == (event == "time limit")

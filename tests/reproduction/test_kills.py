@@ -33,13 +33,15 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
     ids=["workers", "average", "micro-batches", "bf16"],
 )
 def test_a_killed_run_ends_as_an_undisturbed_one(here: Path, more: tuple[str, ...]):
-    run, rng = Run("outputs/mine"), np.random.default_rng(0)
+    run = Run("outputs/mine")
+    rng = np.random.default_rng(0)
     for _ in range(KILLS):
         target = len(run.steps) + int(rng.integers(1, MOST_STEPS))
         with started(*WORDS, *more) as process:
             eventually(lambda n=target, p=process: len(run.steps) >= n or p.poll() is not None)
             time.sleep(rng.uniform(0, 0.3))  # in a step, a checkpoint, an evaluation
-    assert run.steps and run.summary["status"] != "finished"
+    assert run.steps
+    assert run.summary["status"] != "finished"
     assert train(*WORDS, *more, apart=True).status == 0
     assert train(*WORDS, *more, "output_root=whole").status == 0
     assert same(run, Run("whole/mine")) == []
@@ -47,7 +49,8 @@ def test_a_killed_run_ends_as_an_undisturbed_one(here: Path, more: tuple[str, ..
 
 def test_a_run_whose_ranks_are_killed_ends_as_an_undisturbed_one(here: Path):
     """Torchrun starts them again, and they resume."""
-    run, rng = Run("outputs/mine"), np.random.default_rng(0)
+    run = Run("outputs/mine")
+    rng = np.random.default_rng(0)
     more = (f"recipe.epochs={8 * KILLS}", "dataset.workers=0")
     restarting = (*TORCHRUN, f"--max-restarts={KILLS}")
     with started(*WORDS, *more, launcher=restarting) as process:
@@ -84,4 +87,5 @@ def test_a_second_ctrl_c_ends_a_run_within_its_step(here: Path):
             process.send_signal(signal.SIGINT)
             time.sleep(0.5)
         assert process.wait(60) == 130
-    assert not Run("outputs/mine").steps and not Run("outputs/mine").checkpoints
+    assert not Run("outputs/mine").steps
+    assert not Run("outputs/mine").checkpoints

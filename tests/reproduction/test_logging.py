@@ -52,8 +52,11 @@ def test_wandb_gets_every_line_and_nothing_else(
     assert_all_lines(service, Run("outputs/mine"))
     assert same(Run("outputs/mine"), plain) == []
     sent = "\n".join(service.requests)
-    assert '"project":"typed"' in sent and '"entity":"me"' in sent
-    assert "otel" not in sent and "system." not in sent and "output.log" not in sent
+    assert '"project":"typed"' in sent
+    assert '"entity":"me"' in sent
+    assert "otel" not in sent
+    assert "system." not in sent
+    assert "output.log" not in sent
 
 
 def test_a_run_refused_by_wandb_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch):
@@ -61,12 +64,14 @@ def test_a_run_refused_by_wandb_is_refused(here: Path, monkeypatch: pytest.Monke
         monkeypatch.setenv("WANDB_BASE_URL", service.url)
         result = train(*ONLINE)
     assert (result.status, len(result.lines)) == (2, 1)
-    assert "logger.wandb" in result.err and "not for you" in result.err
+    assert "logger.wandb" in result.err
+    assert "not for you" in result.err
     assert not (here / "outputs/mine/config.yaml").exists()
     monkeypatch.delenv("WANDB_API_KEY")
     monkeypatch.setenv("HOME", "/nonexistent")  # without credentials
     result = train(*ONLINE)
-    assert (result.status, len(result.lines)) == (2, 1) and "No API key" in result.err
+    assert (result.status, len(result.lines)) == (2, 1)
+    assert "No API key" in result.err
 
 
 @pytest.mark.slow
@@ -79,8 +84,10 @@ def test_a_killed_wandb_process_only_causes_a_warning(here: Path):
         err = process.communicate(timeout=300)[1]
     assert process.returncode == 0, err
     (line,) = err.splitlines()
-    assert line.startswith("warning: wandb failed ") and "metrics.jsonl" in line
-    assert len(run.steps) == 120 and run.summary["status"] == "finished"
+    assert line.startswith("warning: wandb failed ")
+    assert "metrics.jsonl" in line
+    assert len(run.steps) == 120
+    assert run.summary["status"] == "finished"
 
 
 def descendants(process: int) -> list[int]:
@@ -107,9 +114,11 @@ def test_a_resumed_run_continues_its_wandb_run_and_writes_no_secrets(
     run = Run("outputs/mine")
     wandb_id = run.summary["wandb_id"]
     assert train(*OFFLINE).status == 0
-    assert run.summary["wandb_id"] == wandb_id and same(run, plain) == []
+    assert run.summary["wandb_id"] == wandb_id
+    assert same(run, plain) == []
     recorded = [path.name for path in run.path.glob("wandb/offline-run-*")]
-    assert len(recorded) == 2 and all(f"-{wandb_id}" in name for name in recorded)
+    assert len(recorded) == 2
+    assert all(f"-{wandb_id}" in name for name in recorded)
     for path in (path for path in run.path.rglob("*") if path.is_file()):
         written = path.read_bytes()
         for secret in (*secrets.values(), "ghp_do_not_tell", "example.org"):
@@ -122,7 +131,8 @@ def test_tensorboard_gets_every_line_beside_wandb_also_after_resuming(here: Path
         assert train(*both).status == 130
     assert train(*both).status == 0
     run = Run("outputs/mine")
-    assert same(run, plain) == [] and [*run.path.glob("wandb/offline-run-*")]
+    assert same(run, plain) == []
+    assert [*run.path.glob("wandb/offline-run-*")]
     events = EventAccumulator(str(run.path / "tensorboard"), {"scalars": 0}).Reload()
     assert {*events.Tags()["scalars"]} == {*run.steps[0], *run.epochs[0]} - {"step", "epoch"}
     last = {line["epoch"]: line["step"] for line in run.steps}
@@ -143,7 +153,9 @@ def test_a_failing_logger_does_not_stop_training(
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", fail)
     result = train("logger=tensorboard", *SHORT)
     assert (result.status, len(result.lines)) == (0, 1)
-    assert "tensorboard failed " in result.err and "no space left" in result.err
+    assert "tensorboard failed " in result.err
+    assert "no space left" in result.err
     result = train("logger=tensorboard", "+logger.tensorboard.foo=1", *SHORT, "name=odd")
-    assert result.status == 2 and "logger.tensorboard" in result.lines[-1]
+    assert result.status == 2
+    assert "logger.tensorboard" in result.lines[-1]
     assert same(Run("outputs/mine"), plain) == []

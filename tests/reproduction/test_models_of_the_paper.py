@@ -83,9 +83,12 @@ def test_positions_are_learnable_or_sines_and_cosines():
     learnable, sine = (
         initial_model(f"model.positional_embedding={x}") for x in ("learnable", "sine")
     )
-    assert isinstance(sine, CCT) and isinstance(learnable, CCT)
-    assert learnable.pos_embed.requires_grad and not sine.pos_embed.requires_grad
-    position, i = 5, 7
+    assert isinstance(sine, CCT)
+    assert isinstance(learnable, CCT)
+    assert learnable.pos_embed.requires_grad
+    assert not sine.pos_embed.requires_grad
+    position = 5
+    i = 7
     angle = position / 10000 ** (2 * i / 128)
     waves = sine.pos_embed[0, position, 2 * i : 2 * i + 2]
     torch.testing.assert_close(waves, torch.tensor([np.sin(angle), np.cos(angle)]).float())
@@ -95,7 +98,8 @@ def test_positions_are_learnable_or_sines_and_cosines():
     ("row", "last"), [("WRN-40-4", "stages"), ("ResNeXt-29-8x64d", "layer3")], ids=str
 )
 def test_the_stem_for_small_images_keeps_the_resolution(row: str, last: str):
-    built, sizes = meta_module(*SIZES["table1", row]["overrides"]).model, []
+    built = meta_module(*SIZES["table1", row]["overrides"]).model
+    sizes = []
     first = next(m for m in built.modules() if isinstance(m, nn.Conv2d) and m.in_channels == 3)
     for module in (first, built.get_submodule(last)):
         module.register_forward_hook(lambda m, inputs, output: sizes.append(output.shape[-2:]))
@@ -104,7 +108,8 @@ def test_the_stem_for_small_images_keeps_the_resolution(row: str, last: str):
 
 
 TIMM_VIT = "model=vit_tiny_patch16_224"
-COMPARATOR, RESNET = ["model=timm", "augmentation=[]"], "model.architecture=resnet18"
+COMPARATOR = ["model=timm", "augmentation=[]"]
+RESNET = "model.architecture=resnet18"
 
 
 @pytest.mark.parametrize(
@@ -131,4 +136,5 @@ def test_models_that_cannot_be_built_are_refused_in_one_line(
 ):
     result = train(*words, "device=cpu")
     assert (result.status, len(result.lines)) == (2, 1), result
-    assert part in result.err and not [*here.iterdir()]
+    assert part in result.err
+    assert not [*here.iterdir()]

@@ -41,7 +41,8 @@ class Named(list[tuple[Any, Any]]):
 
     def __init__(self, targets: list[Any], classes: list[str]):
         super().__init__((PIXELS[i % 12], "none") for i in range(len(targets)))
-        self.targets, self.classes = targets, classes
+        self.targets = targets
+        self.classes = classes
 
 
 def pairs(convert: Any = np.array, labels: Any = NAMES, count: int = 12) -> list[tuple[Any, Any]]:
@@ -111,19 +112,24 @@ def test_any_sequence_of_pairs_is_trained_on_and_evaluated(here: Path, name: str
 def test_what_a_function_gets_wrong_ends_in_one_line(here: Path, name: str):
     result = train(*own(name))
     assert result.status == 2 and len(result.lines) == 1, result.err
-    assert "dataset.source" in result.err and not [*here.iterdir()]
+    assert "dataset.source" in result.err
+    assert not [*here.iterdir()]
     if name == "an error":
-        assert "KeyError" in result.err and f"{Path(__file__).name}:" in result.err
+        assert "KeyError" in result.err
+        assert f"{Path(__file__).name}:" in result.err
         for place in ("nowhere:load", f"{HERE}:nothing"):
             result = train("dataset=custom", f"dataset.source={place}", *TINY)
-            assert result.status == 2 and len(result.lines) == 1 and place in result.err
+            assert result.status == 2
+            assert len(result.lines) == 1
+            assert place in result.err
 
 
 @pytest.mark.parametrize("name", LABELS)
 def test_labels_that_are_none_are_refused_with_the_first_place(here: Path, name: str):
     result = train(*own(name))
     assert result.status == 2 and len(result.lines) == 1, result.err
-    assert LABELS[name][1] in result.err and not [*here.iterdir()]
+    assert LABELS[name][1] in result.err
+    assert not [*here.iterdir()]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +148,8 @@ def test_arguments_that_a_function_does_not_take_are_named(
 ):
     result = train(*own("arrays", *words))
     assert result.status == 2 and len(result.lines) == 1, result.err
-    assert told in result.err and "Error" not in result.err
+    assert told in result.err
+    assert "Error" not in result.err
 
 
 def late(name: str) -> Any:
@@ -152,7 +159,8 @@ def late(name: str) -> Any:
 def test_image_that_fails_later_ends_the_run_and_is_named(here: Path):
     words = ["dataset=custom", f"dataset.source={HERE}:late", "+dataset.options.name=x", *TINY]
     result = train(*words, "name=run")
-    assert result.status == 1 and "image 12: no readable image" in result.lines[-1]
+    assert result.status == 1
+    assert "image 12: no readable image" in result.lines[-1]
     assert Run("outputs/run").summary["status"] == "failed"
 
 
@@ -160,8 +168,10 @@ def test_image_that_fails_later_ends_the_run_and_is_named(here: Path):
 def test_a_bug_of_the_function_keeps_its_traceback(here: Path, workers: int):
     with disturbed("fail", at=30 if workers == 0 else 29):
         result = train(*OWN, *SMALL, f"dataset.workers={workers}", "dataset.eval_limit=null")
-    assert result.status == 1 and "what\never" in result.err
-    assert "Traceback" in result.err and "tests/images.py" in result.err
+    assert result.status == 1
+    assert "what\never" in result.err
+    assert "Traceback" in result.err
+    assert "tests/images.py" in result.err
 
 
 class Dying(list[tuple[Any, Any]]):
@@ -182,7 +192,9 @@ def test_dead_worker_ends_a_run_that_can_resume(here: Path, monkeypatch: pytest.
     words = (*source, "name=run", "resume=auto")
     monkeypatch.setenv(NUMBER, "1")
     result = train(*words)
-    assert result.status == 1 and len(result.lines) == 1 and "dataset.workers" in result.err
+    assert result.status == 1
+    assert len(result.lines) == 1
+    assert "dataset.workers" in result.err
     assert Run("outputs/run").summary["status"] == "failed"
     monkeypatch.setenv(NUMBER, "0")
     assert train(*words).status == 0
@@ -199,7 +211,9 @@ def test_limits_keep_classes_balanced(here: Path):
         assert np.bincount([data.targets[i] for i in read]).tolist() == [each] * 10
     for limit in ("dataset.limit=9", "dataset.limit=61", "dataset.eval_limit=31"):
         result = train(*OWN, *words, limit)
-        assert result.status == 2 and len(result.lines) == 1 and limit in result.err
+        assert result.status == 2
+        assert len(result.lines) == 1
+        assert limit in result.err
 
 
 # Other data than those of a run
@@ -213,7 +227,9 @@ def test_finished_run_is_not_the_result_of_other_images(here: Path, change: str)
     assert train(*FOLDER).status == 0
     (path,) = (here / "outputs").iterdir()
     again = train(*FOLDER, "resume=auto")
-    assert again.status == 0 and "top-1" in again.out and not again.err
+    assert again.status == 0
+    assert "top-1" in again.out
+    assert not again.err
     image = here / "d" / "train" / "ant" / "0.png"
     if change == "size":
         Image.open(image).convert("L").save(image)
@@ -225,8 +241,11 @@ def test_finished_run_is_not_the_result_of_other_images(here: Path, change: str)
     before = snapshot()
     for more in ([], ["-m", "seed=1,0"]):
         result = train(*more, *FOLDER, "resume=auto")
-        assert result.status == 2 and len(result.lines) == 1 and snapshot() == before
-        assert path.name in result.err and "data" in result.err
+        assert result.status == 2
+        assert len(result.lines) == 1
+        assert snapshot() == before
+        assert path.name in result.err
+        assert "data" in result.err
     assert train(*FOLDER, "resume=auto", "name=other").status == 0
 
 
@@ -235,7 +254,8 @@ def test_spellings_of_a_folder_are_one_run(here: Path):
     (here / "e").symlink_to("d")
     roots = ("d", "d/", "./d", "e/../d"), ("e",)
     first, second = ({dry(*FOLDER, f"dataset.root={root}")[1] for root in x} for x in roots)
-    assert len(first) == len(second) == 1 and first != second
+    assert len(first) == len(second) == 1
+    assert first != second
 
 
 def counted() -> Any:
@@ -255,7 +275,9 @@ def test_function_that_returns_other_images_is_noticed(
     before = snapshot()
     monkeypatch.setenv(NUMBER, now)
     result = train(*words)
-    assert result.status == 2 and len(result.lines) == 1 and snapshot() == before
+    assert result.status == 2
+    assert len(result.lines) == 1
+    assert snapshot() == before
 
 
 def test_run_without_a_checkpoint_begins_anew_on_mended_images(
@@ -268,7 +290,8 @@ def test_run_without_a_checkpoint_begins_anew_on_mended_images(
     monkeypatch.setattr(halves, "MOST_MEMORY", 0)
     words = [*FOLDER, "name=mine", "resume=auto"]
     failed = train(*words)
-    assert failed.status == 1 and "ant/2.png" in failed.err
+    assert failed.status == 1
+    assert "ant/2.png" in failed.err
     image.write_bytes(content)
     assert train(*words).status == 0
 
@@ -282,7 +305,9 @@ def test_weights_of_the_same_name_may_be_others(here: Path):
         assert train(*words).status == 0
     save_file({name: torch.zeros_like(value) for name, value in state.items()}, "w.safetensors")
     result = train(*words)
-    assert result.status == 2 and len(result.lines) == 1 and "model.weights" in result.err
+    assert result.status == 2
+    assert len(result.lines) == 1
+    assert "model.weights" in result.err
 
 
 # The examples of the page on random images
@@ -306,7 +331,8 @@ class Rows:
     """Behaves like a split of Hugging Face's `datasets`: rows by index, columns by name."""
 
     def __init__(self, count: int):
-        self.count, self.features = count, {"labels": SimpleNamespace(names=NAMES)}
+        self.count = count
+        self.features = {"labels": SimpleNamespace(names=NAMES)}
 
     def __len__(self) -> int:
         return self.count
@@ -335,5 +361,6 @@ def test_examples_of_the_page_train_and_evaluate(here: Path, monkeypatch: pytest
         assert evaluated.status == 0, evaluated.err
         assert run.evaluation()["top1"] == run.summary["top1_last"]
         resumed = train(*words, "resume=auto")  # refused if it were another run
-        assert resumed.status == 0 and "top-1" in resumed.out
+        assert resumed.status == 0
+        assert "top-1" in resumed.out
         assert run.summary["data"]["images"].startswith(f"{images} + {images // 2} images")

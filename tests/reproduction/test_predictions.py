@@ -73,10 +73,12 @@ def test_predictions_equal_a_loop_over_the_files(here: Path, ranks: int):
     config.write_text(config.read_text().replace("compile: false", "compile: cuda-graph"))
     result = evaluate(f"run={run}", "weights=best", "predictions=x.csv", f"devices={ranks}")
     assert result.status == 0, result.err
-    rows, files = read("x.csv"), sorted(Path("images/val").rglob("*.png"))
+    rows = read("x.csv")
+    files = sorted(Path("images/val").rglob("*.png"))
     assert len(rows) == len(files) == 20
     for row, (image, best) in zip(rows, predicted(files), strict=True):
-        assert row["image"] == image and row["class"] == Path(image).parent.name
+        assert row["image"] == image
+        assert row["class"] == Path(image).parent.name
         names = [row["predicted"], *(row[f"predicted_{rank}"] for rank in range(2, 6))]
         values = [row["probability"], *(row[f"probability_{rank}"] for rank in range(2, 6))]
         assert names == [name for name, _ in best]
@@ -98,11 +100,13 @@ def test_tables_follow_from_the_predictions(here: Path, ranks: int):
     """Also with more ranks than images, which are named by their place."""
     few = ["dataset.eval_limit=10", "dataset.source=tests.images:digits"]
     run = trained(*OWN, *NO_LIMITS, *few[:1])
-    assert evaluate(f"run={run}", *few[1:]).status == 0 and not [*Path(run).glob("*.csv")]
+    assert evaluate(f"run={run}", *few[1:]).status == 0
+    assert not [*Path(run).glob("*.csv")]
     limit = [few[0]] if ranks == 1 else ["+dataset.options.held_out=3", "dataset.eval_limit=null"]
     result = evaluate(f"run={run}", *few[1:], *limit, "predictions=x.csv", f"devices={ranks}")
     assert result.status == 0, result.err
-    rows, names = read("x.csv"), [str(digit) for digit in range(10)]
+    rows = read("x.csv")
+    names = [str(digit) for digit in range(10)]
     assert_accuracies_follow(result.out, rows)
     (stem,) = (str(x).removesuffix("-confusion.csv") for x in Path(run).glob("*-confusion.csv"))
     kinds = "confusion", "classes"
@@ -116,7 +120,8 @@ def test_tables_follow_from_the_predictions(here: Path, ranks: int):
             assert row["top1"] == f"{100 * counts[int(name)] / counts.sum():.2f}"
     if ranks == 4:
         assert [row["image"] for row in rows] == ["0", "1", "2"]
-    assert f"{stem}-confusion.png" in result.out and Path(f"{stem}-confusion.png").is_file()
+    assert f"{stem}-confusion.png" in result.out
+    assert Path(f"{stem}-confusion.png").is_file()
     write_images(here / "photos", names, train=1, held_out=1)
     result = evaluate(f"run={run}", "images=photos", "predictions=y.csv")  # runs no function
     assert result.status == 0 and len(read("y.csv")) == 20, result.err
@@ -138,8 +143,10 @@ def test_folder_without_classes_is_predicted_as_by_load_run(here: Path):
     before = snapshot("outputs")
     result = evaluate(f"run={run}", "images=photos", "predictions=x.csv")
     assert result.status == 0 and "3 images of photos" in result.out, result.err
-    assert "photos/a/broken.png: no readable image" in result.err and "1 .txt" in result.err
-    assert len(result.lines) == 2 and snapshot("outputs") == before
+    assert "photos/a/broken.png: no readable image" in result.err
+    assert "1 .txt" in result.err
+    assert len(result.lines) == 2
+    assert snapshot("outputs") == before
     rows = read("x.csv")
     paths = [row["image"] for row in rows]
     assert paths == ["photos/z.webp", "photos/a/y.png", "photos/a/b/x.JPG"]
@@ -155,7 +162,9 @@ def test_folder_without_classes_is_predicted_as_by_load_run(here: Path):
     Path("none").mkdir()
     for folder in ("none", "nowhere"):
         result = evaluate(f"run={run}", f"images={folder}", "predictions=y.csv")
-        assert result.status == 2 and len(result.lines) == 1 and f"images={folder}" in result.err
+        assert result.status == 2
+        assert len(result.lines) == 1
+        assert f"images={folder}" in result.err
 
 
 def test_loading_refuses_what_is_missing(here: Path):
@@ -188,8 +197,10 @@ def test_documented_code_predicts_a_folder_reads_weights_and_traces_the_model(
     exec(code, names)
     model, transform, classes = load_run("outputs/quickstart")
     image = Image.open(next(root.rglob("*.png")))
-    ours, theirs = transform(image)[None], names["transform"](image)[None]
-    assert torch.allclose(ours, theirs, atol=1e-5) and names["about"]["classes"] == classes
+    ours = transform(image)[None]
+    theirs = names["transform"](image)[None]
+    assert torch.allclose(ours, theirs, atol=1e-5)
+    assert names["about"]["classes"] == classes
     with torch.no_grad():
         assert torch.equal(model(ours), names["model"].eval()(ours))
     code, _ = codes_of("ONNX")

@@ -87,7 +87,8 @@ def gradient_norms(module: TokenMixup, names: list[str], state: dict[str, Tensor
 def test_the_published_model_is_reproduced(name: str):
     recorded = Recorded(name)
     module = published_module(recorded)
-    images, targets = recorded.tensor("images"), recorded.tensor("targets")
+    images = recorded.tensor("images")
+    targets = recorded.tensor("targets")
     with torch.no_grad():
         close(module.eval()(images), recorded.tensor("eval_logits"))
     output = module.train()(images, targets)

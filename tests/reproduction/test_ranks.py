@@ -128,7 +128,8 @@ def test_what_happens_to_one_rank_ends_all_and_they_resume(
             assert run.checkpoint()["step"] == run.steps[-1]["step"] < 18
         else:
             reason = event if event == "SIGKILL" else "ZeroDivisionError"
-            assert f"rank {rank}: " in result.err and reason in result.err
+            assert f"rank {rank}: " in result.err
+            assert reason in result.err
         assert "outputs/mine" in result.err
     assert train(*MIXING).status == 0
     assert same(run, mixing) == []
@@ -142,7 +143,8 @@ def test_mistakes_within_ranks_end_in_one_line(here: Path, mixing: Run):
     for path in Run("outputs/mine").checkpoints:
         path.write_bytes(b"broken")
     result = train(*MIXING)
-    assert (result.status, len(result.lines)) == (2, 1) and "last.pt" in result.err
+    assert (result.status, len(result.lines)) == (2, 1)
+    assert "last.pt" in result.err
 
 
 def test_options_that_contradict_torchrun_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch):
@@ -150,7 +152,8 @@ def test_options_that_contradict_torchrun_are_refused(here: Path, monkeypatch: p
     monkeypatch.setenv("WORLD_SIZE", "2")
     for words, part in ((("devices=4",), "devices=4"), (("-m", "seed=0,1"), "torchrun")):
         result = train(*words)
-        assert (result.status, len(result.lines)) == (2, 1) and part in result.err
+        assert (result.status, len(result.lines)) == (2, 1)
+        assert part in result.err
     assert not snapshot()
 
 
@@ -175,7 +178,8 @@ def test_signal_to_the_process_group_leaves_a_resumable_run(
         err = process.communicate(timeout=300)[1]
     assert process.returncode == 130
     (line,) = [x for x in err.splitlines() if x.startswith("train.py: ")]
-    assert "interrupted" in line and run.summary["status"] == "interrupted"
+    assert "interrupted" in line
+    assert run.summary["status"] == "interrupted"
     assert run.checkpoint()["step"] == run.steps[-1]["step"]
 
 

@@ -49,7 +49,8 @@ def recipes() -> list[tuple[str, dict[str, Any]]]:
 
 def test_recipes_are_those_that_the_table_compares_with_the_published_ones():
     """A failure means: the row of docs/recipes.yaml with this key needs the new value."""
-    table, used = recipes(), set()
+    table = recipes()
+    used = set()
     for experiment, overrides in EXPERIMENTS.items():
         folder, _, name = experiment.partition("/")
         places = {experiment, folder, name.partition("_")[0]}

@@ -39,7 +39,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def finished(model: Run, name: str, seed: int = 0, **summary: object) -> Path:
     """Writes a run of a row of the paper with the summary of another one."""
-    folder, row = write(model, name, {}, seed, **summary), ROWS[name.partition("-")[0]]
+    folder = write(model, name, {}, seed, **summary)
+    row = ROWS[name.partition("-")[0]]
     config = asdict(config_of(*row)) | {"seed": seed}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     return folder
@@ -75,9 +76,13 @@ def report(trained: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_page_begins_with_what_was_run(report: Path):
     page = (report / "index.html").read_text()
-    assert "83.00 +/- 2.00" in page and "CCT-7/3x1(1500) + HTM + VTM" in page
-    assert "WARNING" not in page and "<script>" not in page and "&lt;script&gt;alert(1)" in page
-    assert ">86.57</td>" in page and ">87.34</td>" in page  # parameters, counted
+    assert "83.00 +/- 2.00" in page
+    assert "CCT-7/3x1(1500) + HTM + VTM" in page
+    assert "WARNING" not in page
+    assert "<script>" not in page
+    assert "&lt;script&gt;alert(1)" in page
+    assert ">86.57</td>" in page  # parameters, counted
+    assert ">87.34</td>" in page
     assert page.index("<img") < page.index("<table") < page.index("ResNet18")
     begun = re.findall(r"<h3><a href=\"#(\S+)\">", page)
     assert begun == [
@@ -92,17 +97,21 @@ def test_the_page_begins_with_what_was_run(report: Path):
     images = [base64.b64decode(x) for x in re.findall(r"base64,([^\"]+)", page)]
     assert len(images) == len(begun) + 2  # and Figures 3 and 4
     assert "6 of 24 planned runs are finished" in page  # of Table 1
-    assert 'href="../htm-0/saliency.png"' in page and 'href="../base-2/"' in page
-    assert "Latency: here" in page and "20.0 (10.0 to 30.0)" in page  # beside Table 3
+    assert 'href="../htm-0/saliency.png"' in page
+    assert 'href="../base-2/"' in page
+    assert "Latency: here" in page  # beside Table 3
+    assert "20.0 (10.0 to 30.0)" in page
     folded = re.findall(r"(?s)<summary>Rows without a run</summary>(.*?)</details>", page)
     assert any("ResNet18" in part for part in folded)
     assert not any(">83.00 +/- 2.00" in part for part in folded)
     numbers = pd.read_csv(report / "table1.csv")
     top1 = numbers[numbers.outcome == "top1"].set_index("row")
     row = top1.loc["cifar100_htm"]
-    assert row["mean"] == pytest.approx(83) and row.difference == pytest.approx(2)
+    assert row["mean"] == pytest.approx(83)
+    assert row.difference == pytest.approx(2)
     assert row.printed_difference == pytest.approx(83.56 - 82.87)
-    assert len(top1) == 8 + 28 and top1.loc["cifar100_vtm"].n == 0
+    assert len(top1) == 8 + 28
+    assert top1.loc["cifar100_vtm"].n == 0
     assert {*top1.column} == {"CIFAR-10", "CIFAR-100"}
     (text,) = (x for x in page.split("<h2") if 'id="table1"' in x)
     assert {"CIFAR-100: held-out loss", "CIFAR-100: top-5"} <= {*re.findall("<h4>(.*?)</h4>", text)}
@@ -130,7 +139,8 @@ def test_the_page_has_no_horizontal_bar(report: Path, width: int):
     command = [chromium, *words, *more, "--window-size=1400,1000", address]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     seen, images = re.search(r"<title>(\d+) (\d+)</title>", found.stdout).groups()  # type: ignore
-    assert int(images) == 9 and int(seen) <= width
+    assert int(images) == 9
+    assert int(seen) <= width
 
 
 WRONG = [
@@ -148,7 +158,8 @@ WRONG = [
 def test_a_report_that_cannot_be_made_is_refused_in_a_line(words: tuple[str, ...]):
     Path("lines.jsonl").write_text("{}\n{}\n")
     result = script(*words)
-    assert (result.status, len(result.lines)) == (2, 1) and words[-1].strip("-") in result.err
+    assert (result.status, len(result.lines)) == (2, 1)
+    assert words[-1].strip("-") in result.err
 
 
 DRAWN = ("accuracy", "mixed_samples", "mixed_pairs", "saliency")
@@ -164,16 +175,21 @@ def test_a_run_draws_its_pictures_byte_for_byte_again(
         {x.name: x.read_bytes() for x in (here / "outputs" / name).glob("*.p[nd][gf]")}
         for name in ("one", "other")
     )
-    assert one == other and {*one} == {f"{x}.{y}" for x in DRAWN for y in ("png", "pdf")}
-    summary, texts = Run("outputs/one").summary, drawn_texts["accuracy"]
+    assert one == other
+    assert {*one} == {f"{x}.{y}" for x in DRAWN for y in ("png", "pdf")}
+    summary = Run("outputs/one").summary
+    texts = drawn_texts["accuracy"]
     best = max(summary["log"], key=lambda line: line["top1"])  # the first of equal ones
     assert f"best: {best['top1']:.2f} %, epoch {best['epoch']}" in texts
-    assert {"held-out top-1 [%]", "1", "2"} <= {*texts} and not {"1.2", "1.4"} & {*texts}
+    assert {"held-out top-1 [%]", "1", "2"} <= {*texts}
+    assert not {"1.2", "1.4"} & {*texts}
     assert any(text.startswith("mixed: ") for text in drawn_texts["mixed_pairs"])
     nats = re.findall(r"entropy ([\d.]+) nats", " ".join(drawn_texts["saliency"]))
-    assert len(nats) == 2 and all(0 < float(x) <= 4.16 for x in nats)  # HTM is at the last block
+    assert len(nats) == 2  # HTM is at the last block
+    assert all(0 < float(x) <= 4.16 for x in nats)
     page = Path("outputs/one/report.md").read_text()
-    assert page.startswith("# one\n") and f"top-1 {summary['top1_last']:.2f} %" in page
+    assert page.startswith("# one\n")
+    assert f"top-1 {summary['top1_last']:.2f} %" in page
     assert all(f"]({name}.png)" in page for name in DRAWN)
 
 
@@ -182,7 +198,8 @@ def test_a_report_says_why_a_picture_is_missing(here: Path):
     assert train(*words, "recipe.max_steps=2", draws=True).status == 0
     page = Path("outputs/mine/report.md").read_text()
     assert "mixed_pairs.png is not drawn: the trained model mixes none of" in page
-    assert "](saliency.png)" in page and not Path("outputs/mine/mixed_pairs.png").exists()
+    assert "](saliency.png)" in page
+    assert not Path("outputs/mine/mixed_pairs.png").exists()
 
 
 def test_class_names_may_hold_anything(here: Path):
@@ -193,7 +210,8 @@ def test_class_names_may_hold_anything(here: Path):
         warnings.filterwarnings("error", message="Glyph")
         assert train(*words, *data, *MIXING, draws=True).status == 0
         result = evaluate("run=outputs/mine", "predictions=x.csv", draws=True)
-    assert result.status == 0 and Path("outputs/mine/mixed_pairs.png").stat().st_size > 10_000
+    assert result.status == 0
+    assert Path("outputs/mine/mixed_pairs.png").stat().st_size > 10_000
     assert Path("outputs/mine/evaluation-last-confusion.png").stat().st_size > 5_000
 
 
@@ -214,12 +232,15 @@ def test_look_counts_what_a_training_step_mixes(here: Path):
     result = script("look", "run=outputs/mine", "--batches=1")
     assert result.status == 0, result.err
     _, first, second = result.out.split("\nlayer ")
-    assert "None is easy" in first and "None is easy" not in second
+    assert "None is easy" in first
+    assert "None is easy" not in second
     easy = shares(second, "tau")["easy samples"]
-    assert easy == sorted(easy) and easy[-1] == 100 == 5 * step["mixed_samples/1"]
+    assert easy == sorted(easy)
+    assert easy[-1] == 100 == 5 * step["mixed_samples/1"]
     by_rho = shares(second, "rho")
     for row in by_rho.values():
-        assert row == sorted(row, reverse=True) and row[0] > 0
+        assert row == sorted(row, reverse=True)
+        assert row[0] > 0
 
 
 @pytest.mark.slow

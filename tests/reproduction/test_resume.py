@@ -66,7 +66,8 @@ def ends_as(whole: Run, *words: str) -> None:
     assert result.status == 0, result.err
     run = Run("outputs/mine")
     assert same(run, whole) == []
-    assert run.summary["status"] == "finished" and not [*run.path.rglob("*.tmp")]
+    assert run.summary["status"] == "finished"
+    assert not [*run.path.rglob("*.tmp")]
 
 
 def test_checkpoints_are_written_within_epochs_and_the_newest_two_are_kept(whole: Run):
@@ -79,13 +80,15 @@ def test_signals_end_a_run_after_a_step_and_it_resumes_there(
     here: Path, whole: Run, words: tuple[str, ...]
 ):
     """Within the first batch, in the middle and at the end of epochs."""
-    done, signals = 0, ["SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT"]
+    done = 0
+    signals = ["SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT"]
     for name, at in zip(signals, (3, 45, 56, 57), strict=True):
         with disturbed(name, at):
             result = train(*words)
         run = Run("outputs/mine")
         assert (result.status, len(result.lines)) == (130, 1), result.err
-        assert "interrupted" in result.err and "repeat the command to continue" in result.err
+        assert "interrupted" in result.err
+        assert "repeat the command to continue" in result.err
         assert run.summary["status"] == "interrupted"
         assert len(run.steps) >= done
         done = len(run.steps)
@@ -114,7 +117,9 @@ def test_failures_are_recorded_and_named_in_a_last_line(here: Path, whole: Run):
         assert result.status == status, result.err
         assert ("Traceback" in result.err) == (event == "fail")
         line = result.lines[-1]
-        assert part in line and "outputs/mine" in line and "repeat the command to continue" in line
+        assert part in line
+        assert "outputs/mine" in line
+        assert "repeat the command to continue" in line
         kind = "interrupted" if status == 130 else "failed"
         assert Run("outputs/mine").summary["status"] == kind
     ends_as(whole, *BY_EPOCHS)
@@ -137,7 +142,9 @@ def test_a_kill_while_a_checkpoint_is_written_loses_at_most_that_one(left: Run, 
     last, *_ = left.checkpoints
     last.rename(last.with_name(".last.pt.tmp"))
     result = evaluate("run=outputs/mine", *OWN[1:2], "device=cpu")
-    assert result.status == 0 and not result.err and "last-1.pt" in result.out
+    assert result.status == 0
+    assert not result.err
+    assert "last-1.pt" in result.out
     ends_as(whole, *BY_STEPS)
 
 
@@ -155,7 +162,8 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
     with disturbed("interrupt", at=25):
         result = train(*BY_STEPS)
     warning, _ = result.lines
-    assert warning.startswith("warning: ") and "last.pt" in warning
+    assert warning.startswith("warning: ")
+    assert "last.pt" in warning
     assert {name: x.tolist() for name, x in load_file(best).items()} == {
         name: x.tolist() for name, x in saved.items()
     }
@@ -182,7 +190,8 @@ WARNED = ("config.yaml", "summary.json", "metrics.jsonl", "checkpoints/last.pt")
 
 def damage(path: Path, how: str) -> None:
     """As a loss of power may leave a file: empty, or cut short, if it has lines behind one."""
-    content, kept = path.read_bytes(), b""
+    content = path.read_bytes()
+    kept = b""
     if how == "truncated":
         half = content[: len(content) // 2]
         kept = half[: half.rfind(b"\n") + 1] or half
@@ -236,7 +245,8 @@ def test_a_run_begins_in_an_empty_folder(here: Path):
     assert train(*OWN, "name=mine", "recipe.max_steps=1", *SMALL[:1]).status == 0
     for words in (("name=mine",), ("name=mine", "resume=auto", "seed=1")):
         result = train(*OWN, *words)
-        assert (result.status, len(result.lines)) == (2, 1) and "outputs/mine" in result.err
+        assert (result.status, len(result.lines)) == (2, 1)
+        assert "outputs/mine" in result.err
 
 
 def test_a_run_without_readable_checkpoint_is_refused_unchanged(left: Run):
@@ -244,7 +254,8 @@ def test_a_run_without_readable_checkpoint_is_refused_unchanged(left: Run):
         path.write_bytes(path.read_bytes()[:1000])
     before = snapshot()
     for result in (train(*BY_STEPS), evaluate("run=outputs/mine", *OWN[1:2], "device=cpu")):
-        assert (result.status, len(result.lines)) == (2, 1) and "last.pt" in result.err
+        assert (result.status, len(result.lines)) == (2, 1)
+        assert "last.pt" in result.err
     assert snapshot() == before
 
 
@@ -259,7 +270,8 @@ def test_a_full_disk_ends_a_run_in_one_line_and_it_resumes(here: Path, whole: Ru
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (result.status, len(result.lines)) == (1, 1), result.err
-    assert "File too large" in result.err and "outputs/mine" in result.err
+    assert "File too large" in result.err
+    assert "outputs/mine" in result.err
     ends_as(whole, *BY_STEPS)
 
 

@@ -61,11 +61,9 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 def test_run_folder_has_metrics_summary_and_config(mixed: Trained):
     (out, err), run = mixed.result[1:], mixed.run
-    assert (
-        "Traceback" not in err
-        and "training: cct_2_3x2 on 60 images of digits" in out
-        and "top-1" in out
-    )
+    assert "Traceback" not in err
+    assert "training: cct_2_3x2 on 60 images of digits" in out
+    assert "top-1" in out
     assert [(line["step"], line["epoch"]) for line in run.steps] == [
         *((1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2))
     ]
@@ -75,8 +73,10 @@ def test_run_folder_has_metrics_summary_and_config(mixed: Trained):
     assert all(line["mixed_samples"] <= 20 and line["mixed_tokens"] <= 64 for line in run.steps)
     assert all(line["gain_max"] >= line["gain_mean"] for line in run.steps)
     assert [set(line) for line in run.epochs] == [{"epoch", "top1", "top5", "eval_loss"}] * 2
-    assert set(run.summary) >= SUMMARY_KEYS and run.summary["status"] == "finished"
-    assert run.config["augmentation"]["htm"]["layer"] == 1 and run.config["recipe"]["epochs"] == 2
+    assert set(run.summary) >= SUMMARY_KEYS
+    assert run.summary["status"] == "finished"
+    assert run.config["augmentation"]["htm"]["layer"] == 1
+    assert run.config["recipe"]["epochs"] == 2
     for epoch in (1, 2):
         lines = [line for line in run.steps if line["epoch"] == epoch]
         loss, samples = (sum(line[key] for line in lines) / 3 for key in ("loss", "mixed_samples"))
@@ -92,9 +92,11 @@ def test_results_depend_on_the_seed_but_not_on_workers(here: Path, mixed: Traine
 
 
 def test_eval_gives_the_results_of_the_run(here: Path, mixed: Trained):
-    run, summary = mixed.run, mixed.run.summary
+    run = mixed.run
+    summary = mixed.run.summary
     last = evaluate(f"run={run.path}", "device=cpu")
-    assert last.status == 0 and f"top-1 {summary['top1_last']:.2f} %" in last.out
+    assert last.status == 0
+    assert f"top-1 {summary['top1_last']:.2f} %" in last.out
     assert run.evaluation().items() >= run.epochs[-1].items()
     best = evaluate(f"run={run.path}", "weights=best", "dataset.workers=1", "device=cpu")
     assert f"top-1 {summary['top1_best']:.2f} %" in best.out
@@ -107,11 +109,13 @@ def test_eval_gives_the_results_of_the_run(here: Path, mixed: Trained):
     diverged = {name: value * math.nan for name, value in load_file(path).items()}
     save_file(diverged, "diverged.safetensors")
     result = evaluate("checkpoint=diverged.safetensors", *same_file)
-    assert result.status == 1 and "loss is nan" in result.lines[-1]
+    assert result.status == 1
+    assert "loss is nan" in result.lines[-1]
 
 
 def test_best_weights_hold_the_plain_model(mixed: Trained):
-    state, best = mixed.run.checkpoint()["module"], mixed.run.best()
+    state = mixed.run.checkpoint()["module"]
+    best = mixed.run.best()
     assert {f"model.{name}" for name in best} == {x for x in state if x.startswith("model.")}
     assert any(name.startswith("scorenets.") for name in state)
 
@@ -148,20 +152,25 @@ def test_run_without_htm_mixes_nothing(here: Path):
     assert train("name=mine", "augmentation=[]", *SMALL).status == 0
     run = Run("outputs/mine")
     assert [(x["mixed_samples"], x["mixed_tokens"]) for x in run.steps] == [(0, 0)] * 6
-    assert not any("difficulty" in line for line in run.steps) and "htm" not in run.summary
+    assert not any("difficulty" in line for line in run.steps)
+    assert "htm" not in run.summary
     assert not (run.path / "mixed_pairs.png").exists()
 
 
 def test_divergence_fails_the_run_and_names_the_step(here: Path):
     result = train("name=mine", *DIVERGE, "recipe.clip_grad_norm=null", *SMALL)
-    assert result.status == 1 and len(result.lines) == 1
-    assert "step 2: the " in result.err and "resume=auto" in result.err
+    assert result.status == 1
+    assert len(result.lines) == 1
+    assert "step 2: the " in result.err
+    assert "resume=auto" in result.err
     run = Run("outputs/mine")
-    assert run.summary["status"] == "failed" and "step 2" in run.summary["error"]
+    assert run.summary["status"] == "failed"
+    assert "step 2" in run.summary["error"]
     assert [line["step"] for line in run.steps] == [1]
     last = ("recipe.optimizer=sgd", "recipe.lr=1e37", "recipe.max_steps=1", "augmentation=[]")
     result = train("name=last", *SMALL, *last)
-    assert result.status == 1 and "the held-out loss is" in result.lines[-1]
+    assert result.status == 1
+    assert "the held-out loss is" in result.lines[-1]
     assert Run("outputs/last").summary["status"] == "failed"
     assert not (here / "outputs/last/checkpoints/best.safetensors").exists()
 
@@ -184,7 +193,8 @@ def test_first_lines_and_summary_say_the_numbers_of_auto(here: Path):
     assert Run("outputs/mine").config["augmentation"]["htm"]["tau"] == "auto"
     layers = ("augmentation=[htm]", "augmentation.htm.layer=[0,1]", "augmentation.htm.rho=0")
     result = train("name=two", *layers, "augmentation.htm.tau=[2.4,auto]", *SMALL)
-    assert "htm: tau = 2.4, 1\nhtm: rho = 0, 0\n" in result.out and "2.303 of a guess" in result.out
+    assert "htm: tau = 2.4, 1\nhtm: rho = 0, 0\n" in result.out
+    assert "2.303 of a guess" in result.out
     for line in Run("outputs/two").steps:
         assert line["mixed_samples"] >= max(line["mixed_samples/0"], line["mixed_samples/1"])
         assert line["mixed_tokens"] >= max(line["mixed_tokens/0"], line["mixed_tokens/1"])
@@ -197,10 +207,12 @@ def test_a_finished_run_is_printed_and_not_extended(here: Path):
     first = train("name=mine", *SMALL)
     before = snapshot()
     again = train("name=mine", "resume=auto", *SMALL)
-    assert again.status == 0 and again.out.splitlines()[-2:] == first.out.splitlines()[-2:]
+    assert again.status == 0
+    assert again.out.splitlines()[-2:] == first.out.splitlines()[-2:]
     for words in (("resume=auto", *SMALL, "recipe.epochs=5"), SMALL):
         result = train("name=mine", *words)
-        assert (result.status, len(result.lines)) == (2, 1) and "outputs/mine" in result.err
+        assert (result.status, len(result.lines)) == (2, 1)
+        assert "outputs/mine" in result.err
     assert snapshot() == before
     best = "model.weights=outputs/mine/checkpoints/best.safetensors"
     assert train("name=next", best, *SMALL, "recipe.max_steps=1").status == 0
@@ -213,7 +225,8 @@ def test_evaluations_and_the_result_of_a_run(here: Path):
         result = train(f"name={every}", f"recipe.evaluate_every={every}", *few)
         run = Run(f"outputs/{every}")
         assert [x["epoch"] for x in run.epochs] == sorted({*range(every, 14, every), 13})
-        assert len(run.steps) == 13 and result.out.count("top-1") == len(run.epochs) + 1
+        assert len(run.steps) == 13
+        assert result.out.count("top-1") == len(run.epochs) + 1
         for k in ("top1", "top5"):
             values = [line[k] for line in run.epochs]
             assert run.summary[f"{k}_last"] == values[-1]
@@ -223,7 +236,8 @@ def test_evaluations_and_the_result_of_a_run(here: Path):
         assert run.summary["top1_median10"] == median(late)
         if every == 1:
             others = median(top1[-11:]), median(top1[-9:])
-            assert median(late) == median(top1[-10:]) and median(late) not in others
+            assert median(late) == median(top1[-10:])
+            assert median(late) not in others
 
 
 def test_the_loss_of_an_epoch_is_the_mean_of_the_updates_that_float16_did_not_skip(
@@ -244,7 +258,8 @@ def test_the_loss_of_an_epoch_is_the_mean_of_the_updates_that_float16_did_not_sk
     for key, lines in (("made", made), ("all", run.steps)):
         means = [fmean(line[name] for line in lines) for name in ("loss", "mixed_samples")]
         shown[key] = "loss {:.3f}  mixed {:.3g} ".format(*means)
-    assert shown["made"] != shown["all"] and shown["made"] in result.out
+    assert shown["made"] != shown["all"]
+    assert shown["made"] in result.out
     mixed = fmean(line["mixed_samples"] for line in made)
     assert run.summary["mixed_samples"] == pytest.approx(mixed)
 
@@ -256,7 +271,8 @@ def test_the_first_of_equal_epochs_is_the_best(here: Path):
     run = Run("outputs/mine")
     assert len({line["val_top1"] for line in run.epochs}) == 1
     states = {x["epoch"]: x["module"] for x in map(run.checkpoint, range(len(run.checkpoints)))}
-    best, name = run.best(), "head.weight"
+    best = run.best()
+    name = "head.weight"
     assert torch.equal(best[name], states[1][f"model.{name}"])
     assert not torch.equal(best[name], states[2][f"model.{name}"])
     assert run.summary["selected_epoch"] == 1
@@ -280,7 +296,8 @@ def test_off_epoch_stops_mixing_also_of_a_resumed_run(here: Path):
     steps = [{k: x for k, x in line.items() if k != "images_per_second"} for line in run.steps]
     assert [line["mixed_samples"] > 0 for line in steps] == [True] * 6 + [False] * 3
     assert ["difficulty" not in line for line in steps] == [False] * 6 + [True] * 3
-    last, before = run.checkpoint()["module"], run.checkpoint(1)["module"]
+    last = run.checkpoint()["module"]
+    before = run.checkpoint(1)["module"]
     for name, value in last.items():
         assert torch.equal(value, before[name]) == name.startswith("scorenets"), name
     run.checkpoints[0].unlink()  # falls back to the end of the second epoch
@@ -299,7 +316,8 @@ def test_image_folder_trains_and_evaluates_by_its_root(here: Path):
     assert "on 12 images" in evaluate("run=outputs/mine", "device=cpu").out
     root.rename(here / "others")
     moved = evaluate("run=outputs/mine", f"dataset.root={here / 'others'}", "device=cpu")
-    assert moved.status == 0 and "on 12 images" in moved.out
+    assert moved.status == 0
+    assert "on 12 images" in moved.out
 
 
 def test_the_documented_commands_fine_tune_a_pretrained_vit(here: Path):
@@ -336,7 +354,8 @@ def test_compiled_run_resumes_exactly_and_equals_the_plain_one(here: Path):
     with disturbed("fail", at=100):
         assert train("name=parts", "compile=true", *words).status == 1
     assert train("name=parts", "compile=true", "resume=auto", *words).status == 0
-    whole, plain = Run("outputs/whole"), Run("outputs/plain")
+    whole = Run("outputs/whole")
+    plain = Run("outputs/plain")
     assert same(Run("outputs/parts"), whole) == []
     for ours, theirs in zip(whole.lines, plain.lines, strict=True):
         speed = {"images_per_second": 0}
@@ -350,4 +369,5 @@ def test_a_missing_compiler_ends_a_run_in_one_line(
     monkeypatch.setenv("CXX", "/no/compiler")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
     result = train("name=mine", "compile=true", *SMALL, apart=True)
-    assert (result.status, len(result.lines)) == (1, 1) and "compile=true" in result.err
+    assert (result.status, len(result.lines)) == (1, 1)
+    assert "compile=true" in result.err

@@ -40,12 +40,15 @@ def test_updates_in_micro_batches_equal_full_batches(stack: str, count: int):
     full = step(words, *images_of(7))
     cut = step((*words, f"recipe.grad_accum_steps={count}"), *images_of(7))
     sizes = [len(part.output.logits) for part in cut.parts]
-    assert len(sizes) == count and sum(sizes) == 7 and max(sizes) - min(sizes) <= 1
+    assert len(sizes) == count
+    assert sum(sizes) == 7
+    assert max(sizes) - min(sizes) <= 1
     mean = sum(size * loss for size, loss in zip(sizes, cut.losses, strict=True)) / 7
     assert mean == pytest.approx(full.losses[0], abs=1e-5)
     for name, gradient in full.gradients.items():
         torch.testing.assert_close(cut.gradients[name], gradient, atol=1e-5, rtol=1e-4)
-    ours, theirs = parameters(cut.trainer), parameters(full.trainer)
+    ours = parameters(cut.trainer)
+    theirs = parameters(full.trainer)
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, atol=1e-6, rtol=1e-5)
 
@@ -65,7 +68,8 @@ def test_a_step_of_sgd_is_the_clipped_gradient(precision: str):
     before = parameters(trainer)
     done = step(trainer, *images_of(6))
     norm = torch.cat([x.flatten() for x in done.gradients.values()]).norm()
-    assert float(norm) == pytest.approx(0.01, rel=0.02) and done.lr == 0.1
+    assert float(norm) == pytest.approx(0.01, rel=0.02)
+    assert done.lr == 0.1
     for name, value in parameters(trainer).items():
         expected = before[name] - 0.1 * done.gradients[name]
         torch.testing.assert_close(value, expected, atol=1e-6, rtol=1e-5)
@@ -87,7 +91,8 @@ def test_the_scaler_skips_an_update_that_is_not_finite(model: tuple[str, ...]):
         weight.mul_(1e-4)
     for _ in range(12):  # the scale halves until the gradient is finite
         done = step(trainer, *images_of(6))
-    assert done.gradients and all(x.isfinite().all() for x in done.gradients.values())
+    assert done.gradients
+    assert all(x.isfinite().all() for x in done.gradients.values())
     resumed = build_trainer((*words, "recipe.ema_decay=0.5"))
     resumed.restore("", deepcopy(trainer.state()))
     assert resumed.state()["scaler"] == trainer.state()["scaler"] != before["scaler"]
@@ -123,7 +128,8 @@ def test_vectors_and_embeddings_do_not_decay():
 def test_sgd_has_plain_momentum():
     words = (*SGD, "augmentation=[]", "recipe.min_lr=0.1")
     trainer = build_trainer(words)
-    name, buffer = "model.head.weight", 0.0
+    name = "model.head.weight"
+    buffer = 0.0
     for _ in range(3):
         before = parameters(trainer)[name]
         buffer = 0.9 * buffer + step(trainer, *images_of(6)).gradients[name]

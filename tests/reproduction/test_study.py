@@ -63,7 +63,8 @@ def test_each_row_of_the_paper_is_planned_once_and_equal_rows_share_a_run(scale:
     assert len({run["folder"] for run in runs}) == len(runs)
     if scale == "full":
         assert len(runs) == COUNTS["all"]
-        assert "table1/cifar100_htm" in labels and "sweep-rho/rho=0.01" in labels
+        assert "table1/cifar100_htm" in labels
+        assert "sweep-rho/rho=0.01" in labels
         shared = ("table3/attention", "table4/full", "table5/mixup_cutmix_htm", "sweep-tau/tau=2")
         assert not {*shared, "table4/without_tokens"} & {*labels}
 
@@ -81,7 +82,8 @@ def test_a_study_is_planned_seed_by_seed_with_its_rows(path: Path):
     text = path.read_text()
     if "=???" in text:  # a pilot is to choose the value
         result = script("reproduce", str(path), "dry_run=1")
-        assert (result.status, len(result.lines)) == (2, 1) and "tau" in result.err
+        assert (result.status, len(result.lines)) == (2, 1)
+        assert "tau" in result.err
     shutil.copy(path, path.name)
     Path(path.name).write_text(text.replace("=???", "=0.6"))
     runs = listed(path.name)
@@ -93,7 +95,8 @@ def test_a_study_is_planned_seed_by_seed_with_its_rows(path: Path):
     ]
     assert [(run["row"], run["seed"]) for run in runs] == expected
     smoke = listed(path.name, "scale=smoke")  # where HTM mixes all, rows may be equal
-    assert 0 < len(smoke) <= len(content["rows"]) and {run["seed"] for run in smoke} == {str(first)}
+    assert 0 < len(smoke) <= len(content["rows"])
+    assert {run["seed"] for run in smoke} == {str(first)}
 
 
 def test_a_list_of_runs_fits_a_terminal_and_names_the_points_of_a_sweep():
@@ -116,20 +119,27 @@ REFUSED = [  # by training, at a point that is not the first
 @pytest.mark.parametrize("words", REFUSED, ids=lambda words: words[0])
 def test_what_a_dry_run_lists_starts(words: tuple[str, ...]):
     """What training refuses is refused by a dry run, in the same line."""
-    dry, real = train("-m", *words, "dry_run=1"), train("-m", *words)
-    assert dry.status == real.status == 2 and dry.err == real.err
-    assert len(dry.lines) == 1 and not [*Path().iterdir()]
+    dry = train("-m", *words, "dry_run=1")
+    real = train("-m", *words)
+    assert dry.status == real.status == 2
+    assert dry.err == real.err
+    assert len(dry.lines) == 1
+    assert not [*Path().iterdir()]
 
 
 def test_what_only_this_machine_lacks_is_a_remark_of_a_dry_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     words = ("experiment=table1/cifar10_htm", "device=cuda")
     shown = train(*words, "dry_run=1")
-    assert shown.status == 0 and "1 run: 1 not started" in shown.out
-    assert "not here: device=cuda" in shown.out and "cifar10 is not here" in shown.out
+    assert shown.status == 0
+    assert "1 run: 1 not started" in shown.out
+    assert "not here: device=cuda" in shown.out
+    assert "cifar10 is not here" in shown.out
     bad = train(*words, "augmentation.htm.layer=99", "dry_run=1")
-    assert bad.status == 2 and "layer" in bad.err
-    assert train(*words).status == 2 and not [*Path().iterdir()]
+    assert bad.status == 2
+    assert "layer" in bad.err
+    assert train(*words).status == 2
+    assert not [*Path().iterdir()]
 
 
 def test_the_last_word_counts_and_a_scale_has_its_own_folder():
@@ -152,7 +162,8 @@ def test_each_point_of_each_sweep_is_a_row_and_sweeps_are_compared_point_by_poin
     content = yaml.safe_load(STUDY) | {"rows": SWEPT, "seeds": 2}
     Path("two.yaml").write_text(yaml.safe_dump(content))
     planned = listed("two.yaml")
-    assert len({run["row"] for run in planned}) == 4 and len(planned) == 8
+    assert len({run["row"] for run in planned}) == 4
+    assert len(planned) == 8
     assert len({run["folder"] for run in planned}) == 8
     assert script("reproduce", "two.yaml", "seeds=1").status == 0
     (path,) = Path("outputs/report").glob("two-seeds=1.csv")
@@ -160,7 +171,8 @@ def test_each_point_of_each_sweep_is_a_row_and_sweeps_are_compared_point_by_poin
     assert rows["recipe.weight_decay"].tolist() == [0, 0.1] * 2
     top1 = {(x["row"], x["recipe.weight_decay"]): x for _, x in rows.iterrows()}
     for decay in (0, 0.1):
-        slow, fast = top1["slow", decay], top1["fast", decay]
+        slow = top1["slow", decay]
+        fast = top1["fast", decay]
         assert fast["difference"] == pytest.approx(fast["mean"] - slow["mean"])
         assert fast["compared_with"] == f"slow,weight_decay={decay:g}"
         assert pd.isna(slow["compared_with"])
@@ -188,7 +200,8 @@ def test_each_point_of_each_sweep_is_a_row_and_sweeps_are_compared_point_by_poin
 def test_a_study_that_is_wrong_is_refused_in_a_line(changes: dict[str, Any], part: str):
     Path("mine.yaml").write_text(yaml.safe_dump(yaml.safe_load(STUDY) | changes))
     result = script("reproduce", "mine.yaml")
-    assert (result.status, len(result.lines)) == (2, 1) and part in result.err
+    assert (result.status, len(result.lines)) == (2, 1)
+    assert part in result.err
     assert [*Path().iterdir()] == [Path("mine.yaml")]
 
 
@@ -216,7 +229,8 @@ def test_words_that_do_not_fit_are_refused_in_a_line(words: tuple[str, ...]):
 def test_two_rows_of_one_name_are_refused():
     Path("mine.yaml").write_text(STUDY.replace("  htm:", "  plain:"))
     result = script("reproduce", "mine.yaml")
-    assert (result.status, len(result.lines)) == (2, 1) and "plain" in result.err
+    assert (result.status, len(result.lines)) == (2, 1)
+    assert "plain" in result.err
 
 
 def reproduce(*words: str, status: int = 0) -> str:
@@ -233,11 +247,13 @@ def folders() -> dict[str, Run]:
 
 def test_each_run_of_a_study_is_trained_once_and_its_table_written():
     text = reproduce()
-    assert "3 of 3 runs are finished" in text and re.search(r"\| random +\| +1 \|", text)
+    assert "3 of 3 runs are finished" in text
+    assert re.search(r"\| random +\| +1 \|", text)
     assert {run.checkpoint()["step"] for run in folders().values()} == {4}
     seconds = folders()["htm"].summary["seconds"]
     numbers = pd.read_csv("outputs/report/three.csv")
-    assert set(numbers.n) == {1} and set(numbers.row) == {"plain", "htm", "random"}
+    assert set(numbers.n) == {1}
+    assert set(numbers.row) == {"plain", "htm", "random"}
     first = numbers[numbers.outcome == "top1"].set_index("row")
     top1 = {name: run.summary["top1_last"] for name, run in folders().items()}
     assert first["mean"].to_dict() == pytest.approx(top1)
@@ -266,7 +282,8 @@ def test_a_failed_run_is_named_and_the_others_go_on():
     with disturbed("fail", at=40):
         result = script("reproduce", "own.yaml")
     assert result.status == 1
-    assert "own-bad-s0-" in result.lines[-1] and "1 of 2 runs are finished, 1 failed" in result.out
+    assert "own-bad-s0-" in result.lines[-1]
+    assert "1 of 2 runs are finished, 1 failed" in result.out
     assert script("reproduce", "own.yaml").status == 0
     assert [run["status"] for run in listed("own.yaml")] == ["finished"] * 2
 
@@ -274,7 +291,8 @@ def test_a_failed_run_is_named_and_the_others_go_on():
 @pytest.mark.parametrize("jobs", [[], ["jobs=2"]], ids=["in turn", "processes"])
 def test_a_study_of_which_no_run_begins_tells_why(jobs: list[str]):
     text = reproduce("logger=wandb", "logger.wandb.mode=bogus", *jobs, status=2)
-    assert text.count("bogus") == 3 and "0 of 3 runs are finished, 3 not started" in text
+    assert text.count("bogus") == 3
+    assert "0 of 3 runs are finished, 3 not started" in text
 
 
 def test_a_damaged_folder_is_named_before_any_run_starts():
@@ -293,7 +311,8 @@ def test_a_table_of_the_paper_trains_at_smoke_scale():
     result = script("reproduce", "table3", "scale=smoke", *narrow)
     assert result.status == 0 and "4 of 4 runs are finished" in result.out, result.err
     (page,) = Path("outputs/smoke/report").glob("table3-*.html")
-    assert str(page) in result.out and "4 of 4 planned runs" in page.read_text()
+    assert str(page) in result.out
+    assert "4 of 4 planned runs" in page.read_text()
     first = Run(*Path("outputs/smoke").glob("table3-baseline-*"))
     assert first.epochs[-1]["top1"] * 40 / 100 == pytest.approx(
         round(first.epochs[-1]["top1"] * 0.4)

@@ -18,7 +18,8 @@ from scipy.stats import t, ttest_rel
 from tests.doors import SMALL, Run, script, train
 
 pytestmark = pytest.mark.usefixtures("here")
-TAU, RHO = "augmentation.htm.tau", "augmentation.htm.rho"
+TAU = "augmentation.htm.tau"
+RHO = "augmentation.htm.rho"
 Settings = Mapping[str, Any]
 
 
@@ -73,7 +74,8 @@ def check(row: Any, ours: Mapping[int, float], base: Mapping[int, float]) -> flo
     assert row.std == pytest.approx(stdev(ours.values()), abs=1e-9)
     pairs = [(x, base[seed]) for seed, x in ours.items() if seed in base]
     gaps = [x - y for x, y in pairs]
-    assert row.pairs == len(pairs) and row.difference == pytest.approx(fmean(gaps), abs=1e-9)
+    assert row.pairs == len(pairs)
+    assert row.difference == pytest.approx(fmean(gaps), abs=1e-9)
     half = t.ppf(0.975, len(gaps) - 1) * stdev(gaps) / len(gaps) ** 0.5
     ends = [fmean(gaps) - half, fmean(gaps) + half]
     assert [row.low, row.high] == pytest.approx(ends, abs=1e-9)
@@ -113,7 +115,8 @@ def test_rows_have_the_paired_statistics_of_their_seeds(trained: Run):
         assert rows[tau].p_holm == pytest.approx(value, abs=1e-12)
     assert np.isnan([rows[1].pairs, rows[1].difference, rows[1].p]).all()
     seconds = trained.summary["seconds"]
-    assert rows[2].seconds == pytest.approx(seconds) and rows[2].top1_best > 80
+    assert rows[2].seconds == pytest.approx(seconds)
+    assert rows[2].top1_best > 80
 
 
 @pytest.mark.parametrize(
@@ -132,7 +135,8 @@ def test_no_test_of_fewer_than_three_pairs_or_of_equal_differences(
     several(trained, {1.0: {0: 2.0, 1: 4.0, 2: 9.0}, 2.0: ours})
     numbers, _ = table("--against", "tau=1")
     row = numbers[numbers.tau == 2].iloc[0]
-    assert row.pairs == pairs and row.difference == pytest.approx(difference, nan_ok=True)
+    assert row.pairs == pairs
+    assert row.difference == pytest.approx(difference, nan_ok=True)
     assert pd.isna([row.p, row.p_holm, row.low]).all()
 
 
@@ -150,13 +154,12 @@ def test_the_newest_finished_run_of_a_seed_counts_and_the_others_are_named(train
     write(trained, "broken", {}, 2, top5_last="high")
     Path("outputs/notes").mkdir()  # holds no run
     numbers, text = table()
-    assert numbers.n.tolist() == [1] and numbers["mean"].tolist() == [60]
-    assert (
-        "step 3: the loss is nan" in text
-        and "not counted: open: failed" in text
-        and "notes" not in text
-        and "broken" in text
-    )
+    assert numbers.n.tolist() == [1]
+    assert numbers["mean"].tolist() == [60]
+    assert "step 3: the loss is nan" in text
+    assert "not counted: open: failed" in text
+    assert "notes" not in text
+    assert "broken" in text
 
 
 @pytest.mark.parametrize(
@@ -183,7 +186,8 @@ def test_the_columns_are_the_settings_that_differ(
     _, text = table()
     titles = next(line for line in text.splitlines() if line.startswith("|"))
     first = [title.strip() for title in titles.split("|")[1:]]
-    assert first[: len(heads)] == heads and first[len(heads)] == "n"
+    assert first[: len(heads)] == heads
+    assert first[len(heads)] == "n"
     if heads == ["htm.tau"]:
         rows = [line.split("|")[1].strip() for line in text.splitlines()[2:] if line[:1] == "|"]
         assert rows[-3:] == ["0.5", "2.5", "inf"]
@@ -196,7 +200,9 @@ def test_a_row_that_mixed_nothing_says_so(trained: Run):
         write(trained, f"idle{seed}", {RHO: 1.0}, seed, **idle)
     _, text = table("--against", "rho=auto")
     rows = [line for line in text.splitlines() if "replaced no token" in line]
-    assert len(rows) == 1 and rows[0].startswith("|") and "100.0" in rows[0]
+    assert len(rows) == 1
+    assert rows[0].startswith("|")
+    assert "100.0" in rows[0]
 
 
 @pytest.mark.parametrize(
@@ -229,15 +235,18 @@ def test_a_sweep_ends_with_its_table_and_plot():
     result = train("-m", *words, "augmentation=[htm]")
     assert result.status == 0, result.err
     (row,) = (x for x in result.out.splitlines() if re.match(r"\| +inf ", x))
-    assert row.split("|")[2].strip() == "2" and "100.0" in row  # two seeds, all samples mixed
+    assert row.split("|")[2].strip() == "2"  # two seeds, all samples mixed
+    assert "100.0" in row
     first = {path: path.read_bytes() for path in Path("outputs/report").iterdir()}
     assert {path.suffix for path in first} == {".md", ".csv", ".png", ".pdf"}
     (page,) = (text.decode() for path, text in first.items() if path.suffix == ".md")
-    assert "`augmentation.htm.tau`" in page and "`recipe.max_steps=2`" in page
+    assert "`augmentation.htm.tau`" in page
+    assert "`recipe.max_steps=2`" in page
     other = [word.replace("max_steps=2", "max_steps=3") for word in words]
     assert train("-m", *other, "augmentation=[htm]").status == 0
     second = {*Path("outputs/report").iterdir()} - first.keys()
-    assert len(second) == 4 and all(path.read_bytes() == text for path, text in first.items())
+    assert len(second) == 4
+    assert all(path.read_bytes() == text for path, text in first.items())
     assert train("-m", *words, "augmentation=[htm]", "resume=auto").status == 0
     assert {*Path("outputs/report").iterdir()} == first.keys() | second
 
@@ -253,12 +262,16 @@ def test_runs_with_a_split_are_judged_on_it_and_the_test_set_stands_beside(train
             write(trained, f"{tau}-{seed}", settings, seed, **split)
     numbers, text = table("--against", "tau=1")
     row = numbers[numbers.tau == 2].iloc[0]
-    ours, base = 80 + gains[1], 90 + gains[0]
+    ours = 80 + gains[1]
+    base = 90 + gains[0]
     assert (row.outcome, row.half) == ("top1", "validation")
     assert row.difference == pytest.approx((ours - base).mean())
     assert row.p == pytest.approx(ttest_rel(ours, base).pvalue)
-    assert "validation top-1 [%]" in text and "Judged on the validation split" in text
-    assert re.search(r"test top-1 \[%\]", text) and "79.00" in text and "+19" not in text
+    assert "validation top-1 [%]" in text
+    assert "Judged on the validation split" in text
+    assert re.search(r"test top-1 \[%\]", text)
+    assert "79.00" in text
+    assert "+19" not in text
 
 
 def test_runs_of_which_some_have_a_split_are_all_shown(trained: Run):
@@ -267,7 +280,8 @@ def test_runs_of_which_some_have_a_split_are_all_shown(trained: Run):
     write(trained, "split", {TAU: 1.0, "dataset.validation": 0.1}, 0, top1_last=60.0, **split)
     write(trained, "whole", {TAU: 2.0}, 0, top1_last=70.0)
     numbers, text = table()
-    assert sorted(numbers["mean"]) == [60.0, 70.0] and {*numbers.half} == {"test"}
+    assert sorted(numbers["mean"]) == [60.0, 70.0]
+    assert {*numbers.half} == {"test"}
     assert "without a finished run" not in text
 
 
@@ -278,8 +292,10 @@ def test_a_table_does_not_merge_runs_whose_data_differ(trained: Run):
         folder = write(trained, str(seed), {}, seed, top1_last=80.0 + seed, data=record)
         os.utime(folder / "summary.json", (1_000_000 + seed,) * 2)
     numbers, text = table()
-    assert numbers.n.tolist() == [2] and numbers["mean"].tolist() == [82.5]
-    assert text.count("not counted: ") == 2 and "has other pixels" in text
+    assert numbers.n.tolist() == [2]
+    assert numbers["mean"].tolist() == [82.5]
+    assert text.count("not counted: ") == 2
+    assert "has other pixels" in text
 
 
 @pytest.mark.parametrize(
@@ -295,7 +311,8 @@ def test_what_cannot_be_shown_is_refused_in_a_line(trained: Run, words: list[str
     several(trained, {1.0: {0: 2.0}, 2.0: {0: 3.0}})
     Path("empty").mkdir()
     result = script("runs", *words)
-    assert (result.status, len(result.lines)) == (2, 1) and part in result.err
+    assert (result.status, len(result.lines)) == (2, 1)
+    assert part in result.err
 
 
 ROWS = """
@@ -330,14 +347,16 @@ def copy(run: Run, seed: int, **summary: Any) -> None:
 def test_a_study_may_test_the_loss_with_a_primary_and_an_untested_row():
     study(ROWS, 1)
     trained = {name: Run(*Path("outputs").glob(f"mine-{name}-s0-*")) for name in ("none", *"abcd")}
-    rng, losses = np.random.default_rng(1), {}
+    rng = np.random.default_rng(1)
+    losses = {}
     for name, run in trained.items():
         losses[name] = [float(x) for x in rng.normal(1, 0.1, 4)]
         for seed, loss in enumerate([*losses[name], 9.0], 1):  # the fifth is not of the study
             copy(run, seed, loss=loss, top1_last=float(rng.normal(80)))
         shutil.rmtree(run.path)
     rows = study(ROWS.replace("rows:", "first_seed: 1\nrows:"), 4)
-    assert (rows.n == 4).all() and rows["mean"]["d"] == pytest.approx(fmean(losses["d"]))
+    assert (rows.n == 4).all()
+    assert rows["mean"]["d"] == pytest.approx(fmean(losses["d"]))
     p = {}
     for name, base in {"a": "none", "b": "none", "c": "none", "d": "c"}.items():
         gaps = [x - y for x, y in zip(losses[name], losses[base], strict=True)]
@@ -346,9 +365,11 @@ def test_a_study_may_test_the_loss_with_a_primary_and_an_untested_row():
         p[name] = ttest_rel(losses[name], losses[base]).pvalue
     assert rows.p[["b", "c", "d"]].tolist() == pytest.approx([p[x] for x in "bcd"])
     assert rows.p_holm[["c", "d"]].to_dict() == pytest.approx(holm({x: p[x] for x in "cd"}))
-    assert rows[["p", "p_holm"]].loc["a"].isna().all() and pd.isna(rows.p_holm["b"])
+    assert rows[["p", "p_holm"]].loc["a"].isna().all()
+    assert pd.isna(rows.p_holm["b"])
     text = Path("outputs/report/mine-seeds=4.md").read_text()
-    assert "primary" in text and "untested" in text
+    assert "primary" in text
+    assert "untested" in text
     for folder in ("results", "docs"):
         Path(folder).mkdir()
     looks = ROWS.replace("rows:", "first_seed: 1\nseeds: 4\nlooks: {2: 0.01, 4: 0.04}\nrows:")
@@ -375,7 +396,8 @@ def test_a_study_may_test_the_loss_with_a_primary_and_an_untested_row():
 
 def test_a_published_run_is_a_line_from_which_its_row_is_known(trained: Run):
     own = {"dataset.name": "own", "dataset.root": "images"}
-    run, overrides = write(trained, "mine", own), [f"{key}={x}" for key, x in own.items()]
+    run = write(trained, "mine", own)
+    overrides = [f"{key}={x}" for key, x in own.items()]
     overrides += [*SMALL, "augmentation=[htm]", "recipe.max_steps=1"]
     study = {"title": "Mine", "overrides": overrides, "rows": {"a": []}}
     Path("mine.yaml").write_text(yaml.safe_dump(study))
@@ -389,7 +411,8 @@ def test_a_published_run_is_a_line_from_which_its_row_is_known(trained: Run):
         changed = {key: x for key, x in {**written, **changes}.items() if x is not ...}
         (run / "summary.json").write_text(json.dumps(changed))
         result = script(*words)
-        assert (result.status, len(result.lines)) == (2, 1) and part in result.err
+        assert (result.status, len(result.lines)) == (2, 1)
+        assert part in result.err
         assert not Path("mine.jsonl").exists()
     (run / "summary.json").write_text(json.dumps(written))
     for name, settings, seed in (
@@ -397,14 +420,16 @@ def test_a_published_run_is_a_line_from_which_its_row_is_known(trained: Run):
         ("seed", own, 3),
     ):  # not of the study
         result = script("publish", str(write(trained, name, settings, seed)), words[-1])
-        assert (result.status, len(result.lines)) == (2, 1) and "of mine.yaml" in result.err
+        assert (result.status, len(result.lines)) == (2, 1)
+        assert "of mine.yaml" in result.err
     shutil.copytree(run, "outputs/copied")
     for folder, root in ((run, "images"), (run, "./images/"), (Path("outputs/copied"), "images")):
         config = folder / "config.yaml"
         config.write_text(config.read_text().replace("root: images", f"root: {root}"))
         assert script("publish", str(folder), words[-1]).status == 0
         (line,) = map(json.loads, Path("mine.jsonl").read_text().splitlines())  # is replaced
-        assert line["name"] == "mine" and line["config"][TAU] == "auto"
+        assert line["name"] == "mine"
+        assert line["config"][TAU] == "auto"
         assert line["config"]["dataset.root"] == "images"
 
 
@@ -412,9 +437,11 @@ def test_training_writes_what_tables_read():
     words = (*SMALL, "name=mine", f"{TAU}=inf", f"{RHO}=0", "recipe.epochs=3")
     assert train(*words, "recipe.evaluate_every=2").status == 0
     run = Run("outputs/mine")
-    assert run.summary["mixed_share"] == 1 and run.summary["mixed_samples"] == 20
+    assert run.summary["mixed_share"] == 1
+    assert run.summary["mixed_samples"] == 20
     assert [line["epoch"] for line in run.summary["log"]] == [2, 3]
     last = [line for line in run.steps if line["epoch"] == 3]
     tokens = sum(line["mixed_tokens"] * line["mixed_samples"] for line in last)
     mixed = sum(line["mixed_samples"] for line in last)
-    assert tokens > 0 and run.summary["mixed_tokens"] == pytest.approx(tokens / mixed)
+    assert tokens > 0
+    assert run.summary["mixed_tokens"] == pytest.approx(tokens / mixed)

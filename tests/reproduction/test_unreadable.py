@@ -39,8 +39,10 @@ def test_the_next_image_takes_the_place_of_one_that_is_unreadable(
     assert train(*words, f"+dataset.options.replaced={index}", "name=replaced").status == 0
     with unreadable(index):
         (line,) = warnings_of(train(*words, "name=unreadable"))
-    assert f"image {index}: " in line and "truncated" in line
-    run, expected = Run("outputs/unreadable"), Run("outputs/replaced")
+    assert f"image {index}: " in line
+    assert "truncated" in line
+    run = Run("outputs/unreadable")
+    expected = Run("outputs/replaced")
     assert same(run, expected) == [f"state.unreadable.{index}"]
     assert run.summary["unreadable_images"] == 1
     assert "unreadable_images" not in expected.summary
@@ -61,7 +63,8 @@ def test_a_resumed_run_knows_what_was_unreadable(here: Path):
 def test_more_than_one_in_a_hundred_ends_the_run(here: Path, indices: tuple[int, int]):
     with unreadable(*indices):
         result = train(*IMAGES, "name=mine", "dataset.workers=1")
-    assert result.status == 1 and "2 of 120 images to train on" in result.lines[-1]
+    assert result.status == 1
+    assert "2 of 120 images to train on" in result.lines[-1]
     assert "Traceback" not in result.err
     assert Run("outputs/mine").summary["status"] == "failed"
 
@@ -75,7 +78,8 @@ def test_an_unreadable_image_ends_an_evaluation_that_says_so(here: Path, workers
         evaluation = evaluate(*words, f"dataset.workers={workers}")
     for result in (run, evaluation):
         assert (result.status, len(result.lines)) == (1, 1), result.err
-        assert "image 4: no readable image" in result.err and "in evaluation" in result.err
+        assert "image 4: no readable image" in result.err
+        assert "in evaluation" in result.err
 
 
 @pytest.mark.parametrize("memory", [0, 2**30])
@@ -91,7 +95,8 @@ def test_files_and_images_in_memory_go_the_same_way(
     assert Run("outputs/mine").checkpoint()["unreadable"].keys() == {59}
     (root / "val" / "bee" / "1.png").write_bytes(b"none")
     result = evaluate("run=outputs/mine")
-    assert (result.status, len(result.lines)) == (1, 1) and "val/bee/1.png" in result.err
+    assert (result.status, len(result.lines)) == (1, 1)
+    assert "val/bee/1.png" in result.err
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -40,8 +40,10 @@ def split(seed: int = 0, *overrides: str) -> tuple[list[int], list[int], int]:
 
 def test_split_is_stratified_and_no_image_of_it_is_trained_on(here: Path):
     trained, validation, held_out = split()
-    assert sorted(trained + validation) == [*range(60)] and held_out == 30
-    assert validation == sorted(validation) and trained != sorted(trained)
+    assert sorted(trained + validation) == [*range(60)]
+    assert held_out == 30
+    assert validation == sorted(validation)
+    assert trained != sorted(trained)
     whole, part = (np.bincount(TARGETS[index], minlength=10) for index in (range(60), validation))
     assert (abs(part - whole / 4) < 1).all(), part  # 1 or 2 of each class
 
@@ -59,7 +61,8 @@ def test_test_set_is_evaluated_once_for_the_last_and_the_selected_epoch(here: Pa
     assert result.status == 0, result.err
     reads = [line.split()[0] for line in (here / "log").read_text().splitlines()]
     run = Run("outputs/run")
-    summary, epochs = run.summary, run.epochs
+    summary = run.summary
+    epochs = run.epochs
     assert all(set(line) == {"epoch", "val_top1", "val_top5", "val_loss"} for line in epochs)
     best = max(epochs, key=lambda line: line["val_top1"])  # the first of equal ones
     equal = [line["epoch"] for line in epochs if line["val_top1"] == best["val_top1"]]
@@ -67,7 +70,8 @@ def test_test_set_is_evaluated_once_for_the_last_and_the_selected_epoch(here: Pa
     assert len(equal) > 1 and 1 < best["epoch"] < of_loss["epoch"], "choose another seed"
     assert set(summary) >= TEST_KEYS | VALIDATION_KEYS
     assert summary["selected_epoch"] == best["epoch"]
-    assert reads[: 1 + 4 * (45 + 15)] == ["train"] * 241 and reads.count("held_out") == 60
+    assert reads[: 1 + 4 * (45 + 15)] == ["train"] * 241
+    assert reads.count("held_out") == 60
     assert reads[241:301] == ["held_out"] * 60
     assert summary["val_top1_selected"] == best["val_top1"]
     assert summary["val_top1_last"] == epochs[-1]["val_top1"]
@@ -87,7 +91,8 @@ def test_run_that_ends_in_its_last_evaluation_resumes_alike(here: Path):
     assert train("name=whole", *words).status == 0
     with disturbed("SIGTERM", at=1, half="held_out"):
         assert train("name=stopped", *words).status == 130
-    whole, stopped = Run("outputs/whole"), Run("outputs/stopped")
+    whole = Run("outputs/whole")
+    stopped = Run("outputs/stopped")
     assert stopped.summary["status"] == "interrupted"
     assert train("name=stopped", *words, "resume=auto").status == 0
     assert same(whole, stopped) == []
@@ -98,11 +103,14 @@ def test_run_that_ends_in_its_last_evaluation_resumes_alike(here: Path):
 def test_folder_with_val_and_test_is_validated_on_val_and_tested_at_the_end(here: Path):
     write_images(here / "images", ["cat", "dog"], train=6, held_out=2, test=4)
     refused = train(*FOLDER, "dataset.validation=0.2")
-    assert refused.status == 2 and len(refused.lines) == 1
-    assert "dataset.validation=0.2" in refused.err and not (here / "outputs").exists()
+    assert refused.status == 2
+    assert len(refused.lines) == 1
+    assert "dataset.validation=0.2" in refused.err
+    assert not (here / "outputs").exists()
     result = train("name=run", *FOLDER)
     assert result.status == 0 and not result.err, result.err
     assert "on 12 images of image_folder, 2 classes, 8 held out, 4 for validation" in result.out
     summary = Run("outputs/run").summary
-    assert set(summary) >= TEST_KEYS | VALIDATION_KEYS and summary["top1_best"] is None
+    assert set(summary) >= TEST_KEYS | VALIDATION_KEYS
+    assert summary["top1_best"] is None
     assert "on 8 images of image_folder" in evaluate("run=outputs/run").out

@@ -57,7 +57,8 @@ def as_published_cct(state: State) -> dict[str, Any]:
 def published_state(kind: str, file: str) -> State:
     """Parameters of the names and shapes of a published file, which take no space on disk."""
     facts = PUBLISHED[kind]
-    settings, shapes = facts["files"][file], dict(facts["once"])
+    settings = facts["files"][file]
+    shapes = dict(facts["once"])
     for block in range(facts["depth"]):
         groups = ["block", "separate" if block == settings.get("vtm") else "fused"]
         groups += ["scorenet"] * (block == settings.get("htm"))
@@ -122,11 +123,13 @@ CONTAINERS = {
 @pytest.mark.parametrize("container", [*CONTAINERS, "safetensors", "legacy"])
 def test_state_dicts_are_found_in_all_common_containers(here: Path, container: str):
     """The suffix of a file does not matter."""
-    state, path = initial_model(*TINY).state_dict(), here / "weights.any"
+    state = initial_model(*TINY).state_dict()
+    path = here / "weights.any"
     if container == "safetensors":
         save_file(state, path, metadata={"format": "pt"})
     else:
-        content, zipped = CONTAINERS.get(container, dict)(state), container != "legacy"
+        content = CONTAINERS.get(container, dict)(state)
+        zipped = container != "legacy"
         torch.save(content, path, _use_new_zipfile_serialization=zipped)
     assert same(begun(path, *TINY), state)
 
@@ -219,7 +222,8 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(here: Path, case: str):
     before = snapshot()
     result = train("model.weights=x.pth", *SMALL)
     assert (result.status, len(result.lines)) == (2, 1), result
-    assert "model.weights=x.pth" in result.err and part in result.err
+    assert "model.weights=x.pth" in result.err
+    assert part in result.err
     assert snapshot() == before, "code of the file was executed, or something written"
 
 
@@ -251,7 +255,8 @@ def test_export_of_a_run_writes_its_weights_once(trained: Run, here: Path):
     assert same(load_file("best.safetensors"), trained.best())
     before = snapshot()
     result = evaluate(*words)
-    assert (result.status, len(result.lines)) == (2, 1) and "best.safetensors" in result.err
+    assert (result.status, len(result.lines)) == (2, 1)
+    assert "best.safetensors" in result.err
     assert snapshot() == before
 
 
@@ -267,11 +272,10 @@ def test_published_checkpoints_are_evaluated_and_missing_ones_named(here: Path):
     assert result.status == 1, result.err  # one is not readable
     lines = dict(line.split(": ", 1) for line in result.out.splitlines())
     assert len(lines) == 9
-    assert (
-        "printed 97.57 %" in lines["cct_cifar10_HTM"]
-        and "10.00 % (-87.57)" in lines["cct_cifar10_HTM"]
-    )
+    assert "printed 97.57 %" in lines["cct_cifar10_HTM"]
+    assert "10.00 % (-87.57)" in lines["cct_cifar10_HTM"]
     assert "cct_cifar10_VTM.pth: not readable" in lines["cct_cifar10_VTM"]
     assert lines["vit_imagenet_HVTM"].endswith("printed 82.32 %: no such file")
     result = script("check_published", str(here))
-    assert (result.status, len(result.lines)) == (2, 1) and "cct_cifar10_HTM.*" in result.err
+    assert (result.status, len(result.lines)) == (2, 1)
+    assert "cct_cifar10_HTM.*" in result.err

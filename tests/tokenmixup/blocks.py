@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-WIDTH, HEADS, TOKENS = 64, 4, 16  # a head is as wide as there are tokens
+WIDTH = 64  # a head is as wide as there are tokens
+HEADS = 4
+TOKENS = 16
 SDPA = F.scaled_dot_product_attention
 
 
@@ -28,9 +30,12 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm1 = nn.LayerNorm(WIDTH)
+        self.norm2 = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Any:
         x = x + self.attention(self.norm1(x))
@@ -55,7 +60,8 @@ class Block(nn.Module):
 
     def by_hand(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Returns tokens `b n d` and the map of the own tokens over these, `b h n n`."""
-        n, m = x.shape[1], memory.shape[1]
+        n = x.shape[1]
+        m = memory.shape[1]
         q, k, v = self.projected(self.norm1(torch.cat([x, memory], dim=1)))
         attn = exponential(self.scores(q[:, :, :n], k))
         mixed = self.dropped(attn) @ v
@@ -131,7 +137,8 @@ class Multihead(Block):
     def __init__(self) -> None:
         super().__init__()
         self.own = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-        self.qkv, self.proj = nn.Linear(1, 1), self.own.out_proj
+        self.qkv = nn.Linear(1, 1)
+        self.proj = self.own.out_proj
 
     def attention(self, x: Tensor) -> Tensor:
         return self.own(x, x, x, need_weights=False)[0]
@@ -413,8 +420,10 @@ class LowRank(nn.Module):
 
     def __init__(self, up: float = 0.3, scaled: bool = False):
         super().__init__()
-        self.base, self.scaled = nn.Linear(WIDTH, 3 * WIDTH), scaled
-        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, 3 * WIDTH, bias=False)
+        self.base = nn.Linear(WIDTH, 3 * WIDTH)
+        self.scaled = scaled
+        self.down = nn.Linear(WIDTH, 4, bias=False)
+        self.up = nn.Linear(4, 3 * WIDTH, bias=False)
         nn.init.normal_(self.up.weight, std=up)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -79,7 +79,8 @@ def deficit(matrix: Matrix, donor: Tensor) -> float:
     each hard one itself.
     """
     rows = matrix.is_easy.nonzero().flatten()
-    chosen, hard = donor.cpu(), ~matrix.is_easy
+    chosen = donor.cpu()
+    hard = ~matrix.is_easy
     if not torch.equal(chosen[hard], torch.arange(len(donor))[hard]):
         raise ValueError("a hard sample has a donor")
     easy = chosen[rows]

@@ -78,7 +78,8 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.mix = nn.LayerNorm(32), Attention()
+        self.before = nn.LayerNorm(32)
+        self.mix = Attention()
         self.mlp = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
 
     def forward(self, x: Tensor) -> tuple[Tensor, str]:
@@ -262,7 +263,8 @@ def build(name: str) -> tuple[Any, Adapter | None]:
 
 
 def batch_of(name: str, size: int = 4) -> tuple[Tensor, Tensor]:
-    generator, pixels = torch.Generator().manual_seed(1), KINDS[name].pixels
+    generator = torch.Generator().manual_seed(1)
+    pixels = KINDS[name].pixels
     targets = torch.randn(size, CLASSES, generator=generator).softmax(dim=1)
     return torch.randn(size, 3, pixels, pixels, generator=generator), targets
 
@@ -327,7 +329,9 @@ def calls_of(name: str, model: Any, images: Tensor) -> list[Call]:
 
 def saliency_of(name: str, block: Any, call: Call) -> Tensor:
     """Eq. 3 by a block's own map, token by token: `b t`."""
-    kind, attn, x = KINDS[name], call.attn, call.args[0]
+    kind = KINDS[name]
+    attn = call.attn
+    x = call.args[0]
     assert attn is not None
     if not kind.stages:
         attn = attn.mean(dim=1)

@@ -150,7 +150,8 @@ def test_easy_samples_get_the_best_different_donors_and_hard_ones_themselves(bat
 def test_without_easy_samples_or_below_rho_no_bit_changes(batch: Batch, rho: float):
     nobody = batch._replace(is_easy=torch.zeros_like(batch.is_easy))
     for mixed in (mix(batch, INF), mix(nobody, rho)):
-        assert torch.equal(mixed.tokens, batch.tokens) and not mixed.mask.any()
+        assert torch.equal(mixed.tokens, batch.tokens)
+        assert not mixed.mask.any()
         assert torch.equal(mixed.targets, batch.targets)
 
 
@@ -167,18 +168,21 @@ def test_gradients_go_to_the_donors_and_none_to_saliency():
     saliency = torch.tensor([[0.9, 0.1], [0.1, 0.9]], requires_grad=True)
     mixed = mix(Batch(tokens, torch.eye(2), saliency, torch.tensor([True, False])), 0.0)
     mixed.tokens[0].sum().backward()
-    assert tokens.grad is not None and not mixed.targets.requires_grad
+    assert tokens.grad is not None
+    assert not mixed.targets.requires_grad
     assert tokens.grad.squeeze(-1).tolist() == [[1.0, 0.0], [0.0, 1.0]]
 
 
 def test_zeros_and_what_is_not_finite():
     batch = one_batch()
     mixed = mix(batch._replace(saliency=torch.zeros(5, 8)), 0.0)
-    assert torch.equal(mixed.targets, batch.targets) and (mixed.keep_ratio == 1).all()
+    assert torch.equal(mixed.targets, batch.targets)
+    assert (mixed.keep_ratio == 1).all()
     lost = batch._replace(saliency=torch.full((5, 8), NAN))
     for easy, rho in ((torch.zeros(5, dtype=torch.bool), 0.0), (batch.is_easy, INF)):
         mixed = mix(lost._replace(is_easy=easy), rho)  # nothing is replaced, so it does not matter
-        assert torch.equal(mixed.tokens, batch.tokens) and mixed.gain.isnan().all()
+        assert torch.equal(mixed.tokens, batch.tokens)
+        assert mixed.gain.isnan().all()
         assert torch.equal(mixed.targets, batch.targets)
     for by in (Rules(), rules(matching="random")):
         with pytest.raises(FloatingPointError, match="not finite"):
@@ -187,7 +191,8 @@ def test_zeros_and_what_is_not_finite():
 
 @pytest.mark.parametrize("rule", ["match", "choose"])
 def test_a_rule_that_returns_another_type_is_named(rule: str):
-    b, t = 4, 3
+    b = 4
+    t = 3
     arrays = torch.rand(b, t, 2), torch.eye(b), torch.rand(b, t), torch.zeros(b)
     wrong = Rules()._replace(**{rule: lambda *_: torch.zeros(b)})
     with pytest.raises(TypeError, match=f"{rule}: returns torch.float32, must return torch"):
@@ -221,7 +226,8 @@ def test_gain_matrix_equals_its_definition(saliency: np.ndarray, rho: float):
     gain = gain_matrix(torch.from_numpy(saliency), rho)
     expected = gain_by_definition(torch.from_numpy(saliency), rho)
     torch.testing.assert_close(gain, expected, atol=1e-5, rtol=1e-5)
-    assert (gain.diagonal() == 0).all() and (gain >= 0).all()
+    assert (gain.diagonal() == 0).all()
+    assert (gain >= 0).all()
     assert gain_matrix(torch.from_numpy(saliency), INF).eq(0).all()
 
 
@@ -262,7 +268,8 @@ def test_optimal_assignment_takes_any_precision_and_refuses_what_has_no_answer()
     assert optimal_assignment(torch.eye(3).bfloat16()).tolist() == [0, 1, 2]
     assert optimal_assignment(torch.eye(3).requires_grad_()).tolist() == [0, 1, 2]
     nobody = optimal_assignment(torch.zeros(0, 5))
-    assert nobody.shape == (0,) and nobody.dtype == torch.int64
+    assert nobody.shape == (0,)
+    assert nobody.dtype == torch.int64
     with pytest.raises(ValueError, match="3 receivers"):
         optimal_assignment(torch.zeros(3, 2))
     for bad in (NAN, INF):
@@ -344,8 +351,10 @@ def test_published_mask_and_order_reproduce_the_published_arrays(file: str, case
     assert per_sample == pytest.approx(float(recorded[f"case{case}/mean_tokens_mixed"]))
 
 
-RANDOM_MATCHING, RANDOM_TOKENS = rules(matching="random"), rules(detector="random")
-BY_COUNT, PUBLISHED = rules(labels="count"), rules(mask_rule="published")
+RANDOM_MATCHING = rules(matching="random")
+RANDOM_TOKENS = rules(detector="random")
+BY_COUNT = rules(labels="count")
+PUBLISHED = rules(mask_rule="published")
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -368,7 +377,8 @@ def test_every_rule_changes_training_and_nothing_else(name: str):
     assert torch.allclose(found.targets, usual.targets) == (name == "order=published")
     assert torch.allclose(found.logits, usual.logits) == (name == "labels=count")
     assert torch.equal(off.logits, small_vit().train()(images))
-    assert torch.equal(off.targets, targets) and off.stats["mixed_tokens"] == 0
+    assert torch.equal(off.targets, targets)
+    assert off.stats["mixed_tokens"] == 0
 
 
 # Saliency
@@ -377,7 +387,8 @@ def test_every_rule_changes_training_and_nothing_else(name: str):
 @pytest.mark.parametrize(("prefix", "class_token"), [(0, False), (1, False), (1, True), (2, True)])
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_rollout_saliency_is_the_product_with_later_maps_on_the_left(steps, prefix, class_token):
-    generator, expected = torch.Generator().manual_seed(2), []
+    generator = torch.Generator().manual_seed(2)
+    expected = []
     maps = [torch.randn(3, 2, 6, 6, generator=generator).softmax(-1) for _ in range(steps + 1)]
     for sample in range(3):
         product = np.eye(6)
@@ -391,7 +402,8 @@ def test_rollout_saliency_is_the_product_with_later_maps_on_the_left(steps, pref
 def test_saliency_is_float32_detached_and_needs_the_token_that_it_reads():
     maps = [torch.rand(3, 2, 6, 6).bfloat16().requires_grad_()]
     found = rollout_saliency(maps)
-    assert found.dtype == torch.float32 and not found.requires_grad
+    assert found.dtype == torch.float32
+    assert not found.requires_grad
     with pytest.raises(ValueError, match="num_prefix_tokens"):
         rollout_saliency(maps, num_prefix_tokens=0, class_token=True)
 
@@ -408,9 +420,12 @@ def test_gradient_saliency_pools_to_the_grid_and_sums_to_one():
 
 def test_the_gradient_detector_is_the_gradient_of_each_samples_own_loss():
     """By the plain model without dropout, in the patches' grid; nothing of it stays behind."""
-    model, generator = small_vit(drop_path_rate=0.5), torch.Generator().manual_seed(1)
-    images, targets = torch.randn(3, 3, 32, 32, generator=generator), torch.eye(CLASSES)[:3]
-    expected, plain = [], small_vit().eval()
+    model = small_vit(drop_path_rate=0.5)
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(3, 3, 32, 32, generator=generator)
+    targets = torch.eye(CLASSES)[:3]
+    expected = []
+    plain = small_vit().eval()
     for image, target in zip(images, targets, strict=True):
         pixels = image[None].clone().requires_grad_()
         F.cross_entropy(plain(pixels), target[None]).backward()
@@ -424,11 +439,13 @@ def test_the_gradient_detector_is_the_gradient_of_each_samples_own_loss():
     torch.testing.assert_close(
         output.layers[0].saliency, torch.stack(expected), atol=1e-6, rtol=1e-3
     )
-    assert output.mask.any() and all(part.training for part in module.modules())
+    assert output.mask.any()
+    assert all(part.training for part in module.modules())
     assert all(p.grad is None for p in module.parameters())
     with torch.no_grad():  # as when pairs are drawn
         pairs = module.mixed_pairs(images, targets)
-    assert pairs is not None and torch.equal(pairs.mask, output.mask)
+    assert pairs is not None
+    assert torch.equal(pairs.mask, output.mask)
 
 
 def embedded(model: Any, images: Tensor) -> Tensor:
@@ -447,10 +464,13 @@ def map_of(block: Any, x: Tensor) -> Tensor:
 )
 def test_detectors_compare_the_rows_and_blocks_that_they_name(settings: dict[str, Any]):
     """Without dropout and stochastic depth, also where a rollout runs ahead."""
-    model, plain = small_vit(proj_drop_rate=0.5, drop_path_rate=0.5), small_vit().eval()
-    images, targets = torch.randn(3, 3, 32, 32), torch.eye(CLASSES)[:3]
+    model = small_vit(proj_drop_rate=0.5, drop_path_rate=0.5)
+    plain = small_vit().eval()
+    images = torch.randn(3, 3, 32, 32)
+    targets = torch.eye(CLASSES)[:3]
     htm = {"layer": 0, "tau": INF, "rho": 0.0, **settings}
-    x, maps = embedded(plain, images), []
+    x = embedded(plain, images)
+    maps = []
     for block in plain.blocks[: settings.get("rollout_steps", 0) + 1]:  # type: ignore[index]
         maps.append(map_of(block, x))
         x = block(x)
@@ -472,7 +492,8 @@ def test_detectors_compare_the_rows_and_blocks_that_they_name(settings: dict[str
 def test_a_pass_leaves_the_generator_where_the_plain_model_does(settings: dict[str, Any]):
     """So that what is drawn after it, such as the next step's dropout, is the plain model's."""
     options = {"pos_drop_rate": 0.1, "proj_drop_rate": 0.5, "drop_path_rate": 0.5}
-    images, targets = torch.randn(3, 3, 32, 32), torch.eye(CLASSES)[:3]
+    images = torch.randn(3, 3, 32, 32)
+    targets = torch.eye(CLASSES)[:3]
     plain = small_vit(**options).train()
     module = attach(small_vit(**options), CLASSES, **settings).train()
     torch.manual_seed(7)
@@ -481,7 +502,8 @@ def test_a_pass_leaves_the_generator_where_the_plain_model_does(settings: dict[s
     expected = torch.get_rng_state()
     torch.manual_seed(7)
     output = module(images, targets)
-    assert torch.equal(torch.get_rng_state(), expected) and not torch.equal(expected, before)
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert not torch.equal(expected, before)
     assert output.layers == () or output.mask.any()
 
 
@@ -489,7 +511,8 @@ def test_a_pass_leaves_the_generator_where_the_plain_model_does(settings: dict[s
 
 
 def test_difficulty_is_the_cross_entropy_in_nats_and_includes_that_of_soft_targets():
-    logits, targets = torch.tensor([[0.0, 0.0], [20.0, 0.0]]), torch.tensor([[1.0, 0.0]] * 2)
+    logits = torch.tensor([[0.0, 0.0], [20.0, 0.0]])
+    targets = torch.tensor([[1.0, 0.0]] * 2)
     torch.testing.assert_close(difficulty(logits, targets), torch.tensor([math.log(2), 0.0]))
     soft = torch.tensor([[0.7, 0.3]])
     torch.testing.assert_close(difficulty(soft.log(), soft)[0], -(soft * soft.log()).sum())
@@ -506,7 +529,8 @@ def test_excess_leaves_out_the_floor_of_the_difficulty(keep: float, smoothing: f
     targets = torch.full((1, 10), smoothing / 10)
     targets[0, 0] += keep * (1 - smoothing)
     targets[0, 1] += (1 - keep) * (1 - smoothing)
-    logits, best = torch.randn(1, 10), (targets + 1e-12).log()
+    logits = torch.randn(1, 10)
+    best = (targets + 1e-12).log()
     assert difficulty(best, targets).item() == pytest.approx(floor, abs=1e-4)
     assert 0 <= difficulty(best, targets, "excess").item() < 1e-6
     gap = difficulty(logits, targets) - difficulty(logits, targets, "excess")
@@ -515,7 +539,8 @@ def test_excess_leaves_out_the_floor_of_the_difficulty(keep: float, smoothing: f
 
 def test_excess_is_the_divergence_of_each_sample_from_its_label():
     """sum of t (log t - log p), written out; a class that a label leaves out adds nothing."""
-    logits, targets = torch.randn(3, 4), torch.tensor([[0.7, 0.2, 0.1, 0.0], [1.0, 0, 0, 0]])
+    logits = torch.randn(3, 4)
+    targets = torch.tensor([[0.7, 0.2, 0.1, 0.0], [1.0, 0, 0, 0]])
     targets = torch.cat([targets, torch.full((1, 4), 0.25)])
     found = difficulty(logits, targets, "excess")
     for i in range(3):
@@ -526,7 +551,8 @@ def test_excess_is_the_divergence_of_each_sample_from_its_label():
 
 @pytest.mark.parametrize("pooling", ["attention", "average", "class_token"])
 def test_scorenet_pools_as_named(pooling: Any):
-    net, tokens = ScoreNet(8, 3, pooling), torch.randn(2, 5, 8)
+    net = ScoreNet(8, 3, pooling)
+    tokens = torch.randn(2, 5, 8)
     spatial = tokens[:, 1:]
     if net.pool is not None:
         pooled = (net.pool(spatial).softmax(dim=1) * spatial).sum(dim=1)
@@ -581,7 +607,8 @@ def manifold(seed: int, **settings: Any) -> tuple[Any, Tensor, Tensor, Tensor]:
 def test_manifold_mixup_is_linear_in_the_tokens_of_the_drawn_block_and_the_targets(layer: int):
     settings = {"manifold_mixup": {"alpha": 1.0, "layers": [layer]}}
     output, images, share, partner = manifold(4, **settings)
-    assert sorted(partner.tolist()) == [*range(CLASSES)] and 0 < share < 1
+    assert sorted(partner.tolist()) == [*range(CLASSES)]
+    assert 0 < share < 1
     model: Any = small_vit(depth=2).train()
 
     def mixed(x: Tensor) -> Tensor:
@@ -603,7 +630,8 @@ def test_manifold_mixup_is_linear_in_the_tokens_of_the_drawn_block_and_the_targe
 def test_manifold_mixups_share_follows_the_beta_distribution(alpha: float):
     torch.manual_seed(0)
     module = attach(small_vit(depth=1), CLASSES, manifold_mixup={"alpha": alpha, "layers": [0]})
-    images, shares = torch.zeros(CLASSES, 3, 32, 32), []
+    images = torch.zeros(CLASSES, 3, 32, 32)
+    shares = []
     for _ in range(400):
         targets = module.train()(images, torch.eye(CLASSES)).targets
         shares.append(float(targets.diagonal().min()))

@@ -51,13 +51,15 @@ def test_evaluation_is_the_plain_model_bit_for_bit(batch):
 def test_htm_that_mixes_nothing_is_the_plain_model_bit_for_bit(batch, settings):
     output = attached(htm={"layer": 1, **settings})(*batch)
     assert torch.equal(output.logits, small_vit().train()(batch[0]))
-    assert torch.equal(output.targets, batch[1]) and output.stats["mixed_tokens"] == 0
+    assert torch.equal(output.targets, batch[1])
+    assert output.stats["mixed_tokens"] == 0
 
 
 def test_without_settings_training_is_the_plain_model(batch):
     output = attached()(*batch)
     assert torch.equal(output.logits, small_vit().train()(batch[0]))
-    assert output.score_loss is None and output.layers == ()
+    assert output.score_loss is None
+    assert output.layers == ()
     assert output.stats["mixed_samples"] == 0
     assert torch.equal(training_loss(output, 0.5), F.cross_entropy(output.logits, batch[1]))
 
@@ -123,15 +125,18 @@ def test_figures_count_easy_samples_and_replaced_tokens(batch):
     stats = output.stats
     for mix, tau in zip(output.layers, htm["tau"], strict=True):
         gains = mix.gain[mix.mask]
-        assert torch.equal(mix.is_easy, mix.difficulty < tau) and 0 < mix.is_easy.sum() < 6
+        assert torch.equal(mix.is_easy, mix.difficulty < tau)
+        assert 0 < mix.is_easy.sum() < 6
         assert stats[f"mixed_samples/{mix.layer}"] == mix.is_easy.sum()
         assert stats[f"mixed_tokens/{mix.layer}"] == mix.mask.sum() / mix.is_easy.sum()
         assert stats[f"gain_max/{mix.layer}"] == gains.max() > gains.min() > 0.002
         torch.testing.assert_close(stats[f"gain_mean/{mix.layer}"], gains.mean())
-        assert not mix.gain[~mix.mask].any() and not mix.mask[~mix.is_easy].any()
+        assert not mix.gain[~mix.mask].any()
+        assert not mix.mask[~mix.is_easy].any()
     first, second = output.layers
     easy = first.is_easy | second.is_easy
-    assert stats["mixed_samples"] == easy.sum() and torch.equal(output.is_easy, easy)
+    assert stats["mixed_samples"] == easy.sum()
+    assert torch.equal(output.is_easy, easy)
     tokens = (first.mask | second.mask).sum()
     torch.testing.assert_close(stats["mixed_tokens"], tokens / easy.sum())
     both = first.difficulty.mean() + second.difficulty.mean()
@@ -144,7 +149,8 @@ def test_a_difficulty_of_tau_is_not_easy(batch):
     output = module(*batch)
     pairs = module.mixed_pairs(*batch)
     assert output.stats["mixed_samples"] == (hard < hard.median()).sum() == 2
-    assert torch.equal(pairs.mask, output.mask) and torch.equal(pairs.is_easy, output.is_easy)
+    assert torch.equal(pairs.mask, output.mask)
+    assert torch.equal(pairs.is_easy, output.is_easy)
     assert torch.equal(pairs.donor, output.layers[0].donor)
     mixed = batch[1][pairs.donor].lerp(batch[1], pairs.keep_ratio)
     torch.testing.assert_close(output.targets, mixed)
@@ -158,7 +164,8 @@ def test_auto_thresholds_are_those_of_the_classes_and_the_spatial_tokens(batch):
     assert output.stats["mixed_samples"] == 3
     told = attached(htm={"layer": 1, "tau": math.log10(CLASSES), "rho": 1.28 / 16})
     told.load_state_dict(module.state_dict())
-    assert output.mask.any() and torch.equal(output.mask, told(*batch).mask)
+    assert output.mask.any()
+    assert torch.equal(output.mask, told(*batch).mask)
 
 
 def test_scorenet_pools_what_the_model_reads():
@@ -194,7 +201,8 @@ def test_scores_that_float16_cannot_hold_mix_as_the_fused_attention_runs(batch, 
     module = attached(model, htm={"layer": 1, "tau": INF, "rho": 0.0, **more}, vtm={"layer": 2})
     with torch.autocast("cpu", torch.float16):
         output = module(*batch)
-    assert output.logits.isfinite().all() and output.gain.isfinite().all()
+    assert output.logits.isfinite().all()
+    assert output.gain.isfinite().all()
     assert output.stats["mixed_tokens"] > 1
 
 
@@ -309,7 +317,8 @@ def test_parameters_learn_at_the_rates_of_the_plain_model(name: str, options: di
         ours = factors(attach(model, CLASSES, htm={"layer": [0, 1]}), **options)
     scorenets = {key: ours.pop(key) for key in list(ours) if key.startswith("scorenets.")}
     assert ours == {f"model.{key}": value for key, value in plain.items()}
-    assert len(scorenets) >= 4 and {rate for rate, _ in scorenets.values()} == {1.0}
+    assert len(scorenets) >= 4
+    assert {rate for rate, _ in scorenets.values()} == {1.0}
     assert len({rate for rate, _ in plain.values()}) > (10 if options else 0)
 
 
@@ -355,7 +364,8 @@ def test_targets_that_are_no_probabilities_are_refused(targets: Any, told: str):
     kind = TypeError if targets is None else ValueError
     with pytest.raises(kind) as error:
         attached(htm={"layer": 1})(torch.zeros(2, 3, 32, 32), targets)
-    assert told in str(error.value) and "\n" not in str(error.value)
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_other_mistakes_are_told_in_one_line(batch):

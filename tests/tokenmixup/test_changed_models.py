@@ -84,7 +84,8 @@ class Scaled(nn.Module):
 
     def __init__(self, layer: nn.Module):
         super().__init__()
-        self.base_layer, self.factor = layer, nn.Parameter(torch.tensor(1.5))
+        self.base_layer = layer
+        self.factor = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base_layer(x) * self.factor
@@ -191,10 +192,12 @@ def step(module: Any) -> tuple[Any, dict[str, Tensor]]:
     module.zero_grad()
     torch.manual_seed(5)
     if isinstance(module, TokenMixup):
-        output, model = module(images, targets), module.model
+        output = module(images, targets)
+        model = module.model
         training_loss(output).backward()
     else:
-        output, model = module(images), module
+        output = module(images)
+        model = module
         output = getattr(output, "logits", output)
         F.cross_entropy(output, targets).backward()
     return output, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -207,7 +210,8 @@ def assert_same(ours: Any, theirs: Any) -> None:
         (output[:2], gradients), (expected[:2], others), rtol=1e-5, atol=1e-5
     )
     for one, other in zip(output.layers, expected.layers, strict=True):
-        assert torch.equal(one.mask, other.mask) and one.mask.any()
+        assert torch.equal(one.mask, other.mask)
+        assert one.mask.any()
         torch.testing.assert_close(one.saliency, other.saliency, rtol=1e-5, atol=1e-6)
 
 
@@ -363,7 +367,8 @@ def torchs_attention_patched(model: Any, patch: Patch) -> None:
 
 @twin(lambda model: scaled(model.blocks[1].attn.proj, bias=1))
 def dropout_of_another_class(model: Any, patch: Patch) -> None:
-    model.blocks[1].attn.fused_attn, model.blocks[1].attn.attn_drop = False, Times()
+    model.blocks[1].attn.fused_attn = False
+    model.blocks[1].attn.attn_drop = Times()
 
 
 def merged_queries(model: Any) -> None:
@@ -417,7 +422,8 @@ def layers_compiled_one_by_one(model: Any, patch: Patch) -> None:
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("name", TWINS)
 def test_a_changed_attention_mixes_as_the_same_merged_into_its_weights(name: str, late: bool):
-    of, settings = TWINS[name], {**BOTH, "manifold_mixup": {"layers": [0]}}
+    of = TWINS[name]
+    settings = {**BOTH, "manifold_mixup": {"layers": [0]}}
     merged = of.build()
     of.merge(merged)
     images, targets = batch()
@@ -442,6 +448,7 @@ def test_a_changed_attention_mixes_as_the_same_merged_into_its_weights(name: str
             assert torch.equal(module.eval()(images), plain)
     torch.testing.assert_close(ours[:2], theirs[:2], rtol=1e-5, atol=1e-5)
     (one,), (other,) = ours.layers, theirs.layers
-    assert torch.equal(one.mask, other.mask) and one.mask.any()
+    assert torch.equal(one.mask, other.mask)
+    assert one.mask.any()
     torch.testing.assert_close(one.saliency, other.saliency, rtol=1e-4, atol=1e-6)
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)

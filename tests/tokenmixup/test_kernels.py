@@ -130,7 +130,8 @@ def test_attention_received_equals_the_mean_of_the_map(dtype, rows: int, keys: i
 
 
 def test_scores_that_float16_cannot_hold_are_no_problem():
-    q, k = torch.full((1, 1, 2, 16), 200.0), torch.full((1, 1, 3, 16), 200.0)
+    q = torch.full((1, 1, 2, 16), 200.0)
+    k = torch.full((1, 1, 3, 16), 200.0)
     k[0, 0, 1] = -200
     found = attention_kernel.received(q.half().to(DEVICE), k.half().to(DEVICE), 1.0)
     assert found.tolist() == [[0.5, 0, 0.5]]

@@ -33,7 +33,8 @@ from tokenmixup import Adapter, HorizontalMix, TokenMixup, attach, mix_horizonta
 
 INF = math.inf
 ALL: dict[str, Any] = {"tau": INF, "rho": 0.0}
-LAYER, KAPPA = 2, 3  # of VTM
+LAYER = 2  # of VTM
+KAPPA = 3
 
 
 def attached(name: str, model: Any = None, **settings: Any) -> TokenMixup:
@@ -50,11 +51,13 @@ def test_a_step_mixes_and_evaluation_is_the_plain_model(name: str):
     for layer in KINDS[name].layers if KINDS[name].stages else (1,):
         module = attached(name, htm={"layer": layer, **ALL}, **settings)
         output = module(images, targets)
-        assert output.stats["mixed_samples"] == 4 and output.stats["mixed_tokens"] > 0
+        assert output.stats["mixed_samples"] == 4
+        assert output.stats["mixed_tokens"] > 0
         loss = training_loss(output, 0.5)
         loss.backward()
         lost = {key for key, p in module.model.named_parameters() if p.grad is None}
-        assert loss.isfinite() and lost <= {KINDS[name].unused}
+        assert loss.isfinite()
+        assert lost <= {KINDS[name].unused}
         assert all(p.grad is None or p.grad.isfinite().all() for p in module.parameters())
         plain = build(name)[0].eval()
         with torch.no_grad():
@@ -163,7 +166,8 @@ def test_a_block_gets_the_tokens_that_are_mixed_by_hand(name: str):
         expected = logits_of(plain(images))
         (mixed,) = mixes
         torch.testing.assert_close(output.logits, expected, atol=1e-5, rtol=1e-4)
-        assert torch.equal(output.mask, mixed.mask) and mixed.mask.any()
+        assert torch.equal(output.mask, mixed.mask)
+        assert mixed.mask.any()
         assert torch.equal(output.targets, mixed.targets)
         training_loss(output, 0.0).backward()
         F.cross_entropy(expected, mixed.targets).backward()
@@ -194,7 +198,9 @@ def answering(answer: Callable[[Asked], Tensor]) -> Iterator[None]:
     fused = F.scaled_dot_product_attention
 
     def stand_in(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
-        assert dropout_p == 0 and not is_causal and scale in (None, q.shape[-1] ** -0.5)
+        assert dropout_p == 0
+        assert not is_causal
+        assert scale in (None, q.shape[-1] ** -0.5)
         return answer(Asked(q, k, v, attn_mask))
 
     F.scaled_dot_product_attention = stand_in
@@ -313,7 +319,8 @@ def test_other_detectors_mix(name: str, more: dict[str, Any]):
     vtm = {"layer": 2} if name in WITH_MEMORY else None
     module = attached(name, htm={"layer": 1, **ALL, **more}, vtm=vtm)
     output = module(*batch_of(name))
-    assert output.stats["mixed_tokens"] > 0 and training_loss(output).isfinite()
+    assert output.stats["mixed_tokens"] > 0
+    assert training_loss(output).isfinite()
 
 
 @pytest.mark.parametrize("name", ["swin, padded", "pvt v2", "hiera", "hf vit", "encoder"])
@@ -321,13 +328,15 @@ def test_autocast_mixes_as_well(name: str):
     module = attached(name, htm={"layer": 2, **ALL})
     with torch.autocast("cpu", torch.bfloat16):
         output = module(*batch_of(name))
-    assert output.logits.isfinite().all() and output.stats["mixed_tokens"] > 0
+    assert output.logits.isfinite().all()
+    assert output.stats["mixed_tokens"] > 0
 
 
 def test_layers_of_one_stage_are_counted_over_all_blocks():
     output = attached("swin", htm={"layer": [4, 5], **ALL})(*batch_of("swin"))
     assert [mix.layer for mix in output.layers] == [4, 5]
-    assert output.mask is not None and output.mask.shape == (4, 16)
+    assert output.mask is not None
+    assert output.mask.shape == (4, 16)
 
 
 @pytest.mark.parametrize(
@@ -381,7 +390,8 @@ def test_blocks_without_a_softmax_get_their_saliency_from_the_adapter():
     for detector in ("attention", "gradient"):
         htm = {"layer": 1, **ALL, "detector": detector}
         output = attach(Rows(), CLASSES, htm=htm, adapter=adapter).train()(images, targets)
-        assert output.mask.any() and output.mask.shape == (3, 96)
+        assert output.mask.any()
+        assert output.mask.shape == (3, 96)
         torch.testing.assert_close(output.layers[0].saliency.sum(dim=1), torch.ones(3))
     with pytest.raises(ValueError, match="vtm"):
         attach(Rows(), CLASSES, vtm={"layer": 1}, adapter=adapter)
@@ -457,7 +467,8 @@ def test_saliency_is_what_a_block_of_ones_own_attends_to(kind: Any, vtm: Any, to
         lambda block, args, kwargs: entered.update(kwargs, x=args[0].detach()), with_kwargs=True
     )
     output = module(torch.randn(3, 3, 32, 32), torch.eye(CLASSES)[:3])
-    assert output.mask.any() and output.logits.isfinite().all()
+    assert output.mask.any()
+    assert output.logits.isfinite().all()
     expected = block.received(**entered)
     torch.testing.assert_close(output.layers[0].saliency, expected, atol=1e-5, rtol=1e-4)
 

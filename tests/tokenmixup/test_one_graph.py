@@ -123,7 +123,8 @@ def assert_same_steps(
 )
 def test_one_graph_for_each_size_whatever_the_number_of_easy_samples(make: Any, pixels: int):
     eager, module = pair(make, **BOTH)
-    names, counter = list(module.state_dict()), compiled(module)
+    names = list(module.state_dict())
+    counter = compiled(module)
     assert_same_steps(module, eager, pixels)
     assert counter.frame_count == 2
     assert list(module.state_dict()) == names

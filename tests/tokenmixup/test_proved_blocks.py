@@ -15,7 +15,8 @@ from tests.conftest import CLASSES, small_vit
 from tests.tokenmixup.blocks import CASES, TOKENS, WIDTH, Block, Case, Random, SequenceFirst
 from tokenmixup import Adapter, TokenMixup, attach, mix_horizontal, training_loss
 
-LAYER, KAPPA = 2, 2
+LAYER = 2
+KAPPA = 2
 HTM: dict[str, Any] = {"layer": LAYER, "tau": float("inf"), "rho": 0.0}
 VTM: dict[str, Any] = {"layer": LAYER, "kappa": KAPPA}
 ADAPTER = Adapter(blocks="blocks", embed_dim=WIDTH, patch_embed="stem")
@@ -27,7 +28,8 @@ class Model(nn.Module):
 
     def __init__(self, case: Case):
         super().__init__()
-        self.stem, self.head = nn.Conv2d(3, WIDTH, 4, stride=4), nn.Linear(WIDTH, CLASSES)
+        self.stem = nn.Conv2d(3, WIDTH, 4, stride=4)
+        self.head = nn.Linear(WIDTH, CLASSES)
         self.blocks = nn.ModuleList(case.build() for _ in range(3))
         self.is_sequence_first = case.build is SequenceFirst
 
@@ -81,7 +83,8 @@ def refusal(case: Case, **settings: Any) -> str:
 
 def sources(model: Any, images: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """Returns what enters block LAYER, and tokens and saliency of the blocks before it."""
-    x, found = model.patches(images), []
+    x = model.patches(images)
+    found = []
     for block in model.blocks[:LAYER]:
         out, attn = block.by_hand(x, x[:, :0])
         found.append((x, attn.mean(dim=(1, 2)).detach()))
@@ -97,7 +100,8 @@ def test_htm_mixes_by_the_map_that_a_block_computes(name: str):
     module = attach(copy.deepcopy(model), CLASSES, adapter=ADAPTER, htm=HTM).train()
     output = module(images, targets)
     if issubclass(case.build, Random):  # type: ignore[arg-type]
-        assert output.mask.any() and training_loss(output).isfinite()
+        assert output.mask.any()
+        assert training_loss(output).isfinite()
         return
     x, _ = sources(model, images)
     _, attn = model.blocks[LAYER].by_hand(x, x[:, :0])
@@ -105,7 +109,8 @@ def test_htm_mixes_by_the_map_that_a_block_computes(name: str):
     torch.testing.assert_close(output.layers[0].saliency, saliency, rtol=1e-4, atol=1e-6)
     easy = torch.zeros(len(x))
     mixed = mix_horizontal(x, targets, output.layers[0].saliency, easy, 1.0, 0.0)
-    assert torch.equal(output.mask, mixed.mask) and mixed.mask.any()
+    assert torch.equal(output.mask, mixed.mask)
+    assert mixed.mask.any()
     logits = model.classified(model.blocks[LAYER].by_hand(mixed.tokens, x[:, :0])[0])
     torch.testing.assert_close(output.logits, logits, rtol=1e-4, atol=1e-5)
     theirs = step(model, logits, mixed.targets)
@@ -129,25 +134,29 @@ def test_vtm_gives_a_block_keys_and_values_and_nothing_else(name: str):
         memory.append(tokens.take_along_dim(places[..., None], dim=1))
     logits = model.classified(model.blocks[LAYER].by_hand(x, torch.cat(memory, dim=1))[0])
     torch.testing.assert_close(output.logits, logits, rtol=1e-4, atol=1e-5)
-    ours, theirs = step(module.model, output.logits, targets), step(model, logits, targets)
+    ours = step(module.model, output.logits, targets)
+    theirs = step(model, logits, targets)
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name, case in ALL.items() if not case.htm])
 def test_htm_refuses_a_block_whose_map_it_would_misread(name: str):
     told = refusal(ALL[name], htm=HTM)
-    assert "block " in told and "\n" not in told
+    assert "block " in told
+    assert "\n" not in told
 
 
 @pytest.mark.parametrize("name", [name for name, case in ALL.items() if not case.vtm])
 def test_vtm_refuses_a_block_that_more_tokens_would_change(name: str):
     told = refusal(ALL[name], vtm=VTM)
-    assert "block " in told and "\n" not in told
+    assert "block " in told
+    assert "\n" not in told
 
 
 def test_there_are_eight_blocks_of_each_kind():
     assert WIDTH // Block.heads == TOKENS  # or nothing would coincide
-    assert len(CASES) == 5 and all(len(cases) >= 8 for cases in CASES.values())
+    assert len(CASES) == 5
+    assert all(len(cases) >= 8 for cases in CASES.values())
 
 
 # What a proof leaves behind, and when it is made again
@@ -200,7 +209,8 @@ class MeanSubtracting(nn.Module):
 
 @pytest.mark.parametrize("change", [excite, wrap, give_a_layer_that_mixes])
 def test_a_block_that_has_been_changed_is_proved_again(change: Callable[[Any], None]):
-    module, batch = attached("map: Fused", vtm=VTM), batch_of(ALL["map: Fused"])
+    module = attached("map: Fused", vtm=VTM)
+    batch = batch_of(ALL["map: Fused"])
     module(*batch)
     proofs = dict(module._proofs.of)
     module(*(x[:3] for x in batch))  # another size
@@ -225,7 +235,8 @@ class Biased(Block):
 def test_a_block_that_gets_arguments_of_another_kind_is_proved_again():
     """A mask of all tokens passes; columns that are not those of the tokens do not."""
     case = Case(Biased, htm=True, vtm=True)
-    model, given = model_of(case), dict[str, Any]()
+    model = model_of(case)
+    given = dict[str, Any]()
     model.run = lambda block, x: block(x, **given)  # type: ignore[method-assign]
     module = attach(model, CLASSES, adapter=ADAPTER, vtm=VTM).train()
     module(*batch_of(case))
@@ -283,7 +294,8 @@ class Vectorised(Block):
 
 def test_attention_under_vmap_is_refused():
     told = refusal(Case(Vectorised, htm=False, vtm=False), htm=HTM)
-    assert told.startswith("block 2 (Vectorised) computes 0 attention maps") and "\n" not in told
+    assert told.startswith("block 2 (Vectorised) computes 0 attention maps")
+    assert "\n" not in told
 
 
 class Padded(Block):
@@ -301,7 +313,8 @@ def test_rows_that_see_no_key_give_no_saliency():
     case = Case(Padded, htm=True, vtm=True)
     module = attach(model_of(case), CLASSES, adapter=ADAPTER, htm=HTM).train()
     output = module(*batch_of(case))
-    assert (output.layers[0].saliency[1::2] == 0).all() and output.logits.isfinite().all()
+    assert (output.layers[0].saliency[1::2] == 0).all()
+    assert output.logits.isfinite().all()
 
 
 def test_after_any_error_the_model_evaluates_as_before():

@@ -21,7 +21,8 @@ from tests.tokenmixup.models import build as build_kind
 from tests.tokenmixup.test_changed_models import BOTH, batch, encoded, hf_vit, vit
 from tokenmixup import HTM, VTM, Adapter, ManifoldMixup, attach
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 VALUES: dict[str, dict[str, list[Any]]] = {  # beside layer=1
     "htm": {
         "layer": [1.0, 4, [1, 9], [1, 1], []],
@@ -50,7 +51,8 @@ VALUES: dict[str, dict[str, list[Any]]] = {  # beside layer=1
 def refused(model: Any, begins: str, **told: Any) -> None:
     with pytest.raises(ValueError) as error:
         attach(model, **{"num_classes": CLASSES, **told})
-    assert str(error.value).startswith(begins) and "\n" not in str(error.value)
+    assert str(error.value).startswith(begins)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("method", VALUES)
@@ -261,7 +263,8 @@ def pooling_of_ones_own(model: Any) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x)[:, 0]
 
-    model.__class__, model.global_pool = PoolsLater, ""
+    model.__class__ = PoolsLater
+    model.global_pool = ""
 
 
 @row("mask|causal", build=encoded, adapter=ENCODED)
@@ -300,7 +303,8 @@ def difference_of_two_maps(model: Any) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_a_model_that_cannot_be_served_is_refused_in_one_line(name: str, late: bool):
     of = ROWS[name]
-    model, told = of.build(), {"adapter": of.adapter, **of.settings}
+    model = of.build()
+    told = {"adapter": of.adapter, **of.settings}
     with pytest.raises(ValueError, match=of.told) as error:
         if late:  # once a pass has run, where the model had been served
             module = attach(model, CLASSES, **told).train()
@@ -315,7 +319,8 @@ def test_a_model_that_cannot_be_served_is_refused_in_one_line(name: str, late: b
 def with_class_token() -> Any:
     """Timm's names, and nothing that says that the first token is no patch."""
     model: Any = nn.Module()
-    model.blocks, model.embed_dim = nn.ModuleList(nn.Linear(8, 8) for _ in "abc"), 8
+    model.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in "abc")
+    model.embed_dim = 8
     model.cls_token = nn.Parameter(torch.zeros(1, 1, 8))
     return model
 
@@ -383,7 +388,8 @@ def test_attach_refuses_what_it_can_see_at_once(told: str, build: Any, settings:
 def test_an_adapter_that_does_not_fit_is_found_out(told: str, wrong: dict[str, Any]):
     with pytest.raises(ValueError) as error:
         attach(encoded(), CLASSES, **BOTH, adapter=replace(ENCODED, **wrong)).train()(*batch())
-    assert told in str(error.value) and "\n" not in str(error.value)
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_the_gradient_detector_needs_a_grid():
