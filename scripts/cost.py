@@ -80,7 +80,7 @@ def cost(run: Point, device: str) -> dict[str, Any]:
     return row | {"hours": images / row["images/s"] / 3600}
 
 
-@one_line_errors("cost.py")
+@one_line_errors()
 def main() -> None:
     parser = Parser(prog="cost.py", description=__doc__)
     parser.add_argument("studies", nargs="*", default=["all"], help="such as table1")

@@ -6,7 +6,7 @@ from reproduction.system import Parser, one_line_errors, say
 from scripts import positive
 
 
-@one_line_errors("look.py")
+@one_line_errors()
 def main() -> None:
     """Prints, for each HTM layer, quantiles, samples by tau and tokens by rho."""
     parser = Parser(prog="look.py", description=__doc__)
