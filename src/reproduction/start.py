@@ -105,8 +105,8 @@ def typed_words(own: Any, part: str = "task") -> list[str]:
 
 
 @lru_cache(maxsize=1024)
-def _tree(primary: str, words: tuple[str, ...]) -> DictConfig:
-    """Returns the tree of these words, not resolved. Not to be changed."""
+def _composed(primary: str, words: tuple[str, ...]) -> DictConfig:
+    """Returns what Hydra makes of these words, not resolved. Not to be changed."""
     with _config_loader() as loader:
         tree = loader.load_configuration(primary, [*words], RunMode.RUN, from_shell=False)
     with open_dict(tree):
@@ -114,7 +114,7 @@ def _tree(primary: str, words: tuple[str, ...]) -> DictConfig:
     return tree
 
 
-def composed(words: Sequence[str]) -> DictConfig:
+def tree_of(words: Sequence[str]) -> DictConfig:
     """Returns the tree of these words; those that differ by their seed alone are composed once."""
     primary = PRIMARY
     of_hydra: list[str] = []
@@ -125,7 +125,7 @@ def composed(words: Sequence[str]) -> DictConfig:
     seeds = [word for word in words if SEED.fullmatch(word)]
     others = [word for word in words if word not in seeds]
     with hydra_errors(*words):
-        tree = _tree(primary, (*of_hydra, *others))
+        tree = _composed(primary, (*of_hydra, *others))
         merged: Any = OmegaConf.merge(tree, with_words({}, seeds))
     return merged
 
@@ -133,7 +133,7 @@ def composed(words: Sequence[str]) -> DictConfig:
 def compose(words: Sequence[str]) -> Config:
     """Returns the configuration of these words; UserError for anything wrong with one of them."""
     words = [readable(word) for word in words]
-    return config_of(composed(words), words)
+    return config_of(tree_of(words), words)
 
 
 def config_of(tree: DictConfig, words: Sequence[str] = ()) -> Config:
@@ -141,7 +141,7 @@ def config_of(tree: DictConfig, words: Sequence[str] = ()) -> Config:
     with hydra_errors(*words):
         raw: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     stack = raw["augmentation"]
-    chosen = stack.pop("chosen", {})  # each file of a method says it
+    chosen = stack.pop("chosen", {})  # from the files of the methods in the list
     for name in stack.keys() - chosen.keys() - {"off_epoch"}:
         reason = f"augmentation=[{','.join(chosen)}] does not name it"
         raise UserError(f"augmentation.{name}={stack[name]}: {reason}")
@@ -173,8 +173,8 @@ def point(words: Sequence[str], label: str = "") -> Point:
     """Returns the run of these words, of a row if it has a label."""
     words = [readable(word) for word in words]
     if label:
-        words.append(f"row={in_quotes(label)}")
-    return point_of(composed(words), words)
+        words.append(f"row={in_quotes(label)}")  # point_of reads it
+    return point_of(tree_of(words), words)
 
 
 def point_of(tree: DictConfig, words: Sequence[str]) -> Point:
