@@ -27,7 +27,7 @@ from typing import Any
 from reproduction.config import Config, validated
 from reproduction.folder import RunFolder
 from reproduction.identity import digest, settings_of_evaluation
-from reproduction.start import check_named, compose, expand
+from reproduction.points import check_named, compose, expand
 from reproduction.system import UserError, is_first_rank, one_line_errors, say
 from reproduction.words import hydra_errors, readable, text_of, with_words
 

@@ -23,7 +23,7 @@ import torch
 from scipy.stats import quantile_test
 
 from reproduction.models.build import build_module, without_weights
-from reproduction.start import compose
+from reproduction.points import compose
 from reproduction.system import (
     Parser,
     UserError,

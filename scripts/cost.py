@@ -17,7 +17,7 @@ import torch
 
 from reproduction.config import Config, Dataset
 from reproduction.data.sources import opened
-from reproduction.start import Point
+from reproduction.points import Point
 from reproduction.studies.study import FULL, plan, studies
 from reproduction.system import Parser, PlainError, hardware_name, one_line_errors, say
 from reproduction.training.ranks import resolve_device

@@ -40,7 +40,7 @@ from reproduction.models.build import (
     without_weights,
 )
 from reproduction.models.cct import CCT  # noqa: F401
-from reproduction.start import compose
+from reproduction.points import compose
 from reproduction.words import with_words
 from scripts.bench import build_trainer
 from tokenmixup import TokenMixup

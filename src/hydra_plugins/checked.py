@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from reproduction.check import check
 from reproduction.config import StudyWords, validated
 from reproduction.launch import Notes, check_choice, objective, run_all
-from reproduction.start import Point, command_of, expand, point
+from reproduction.points import Point, command_of, expand, point
 from reproduction.system import Interrupted, UserError, say
 from reproduction.words import key_of
 

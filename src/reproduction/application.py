@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from reproduction.config import Command
 from reproduction.help import help_text
 from reproduction.launch import Notes, check_choice, objective, run_all
-from reproduction.start import Point, command_of, config_of, point_of, typed_words
+from reproduction.points import Point, command_of, config_of, point_of, typed_words
 from reproduction.system import (
     OneLineError,
     PlainError,

@@ -12,7 +12,7 @@ from pathlib import Path
 from reproduction.config import SOURCES, Config, Dataset, ViT, check_new
 from reproduction.folder import find
 from reproduction.identity import row_hash
-from reproduction.start import Point
+from reproduction.points import Point
 from reproduction.system import UserError, is_first_rank, warn
 
 CLASSES = 10  # of a model whose images are not here

@@ -56,7 +56,7 @@ class RunFolder:
 
     @classmethod
     def of(cls, config: Config) -> "RunFolder":
-        assert config.name is not None, "start.point() sets the name"
+        assert config.name is not None, "points.point() sets the name"
         return cls(Path(config.output_root, config.name))
 
     # What is here

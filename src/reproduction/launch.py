@@ -17,7 +17,7 @@ from typing import Any
 
 from reproduction.check import check
 from reproduction.config import TRAIN, validated
-from reproduction.start import Point, flags_of_files
+from reproduction.points import Point, flags_of_files
 from reproduction.system import (
     CORES,
     OneLineError,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from reproduction.check import check
-from reproduction.start import Point
+from reproduction.points import Point
 from reproduction.studies.results import ON_TEST, Run, read_run
 from reproduction.studies.runs_table import sweep_table
 from reproduction.studies.study import PAPERS

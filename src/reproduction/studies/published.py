@@ -11,7 +11,7 @@ import pandas as pd
 from reproduction.config import ROOT, Config
 from reproduction.folder import RunFolder
 from reproduction.identity import flat, run_hash, settings
-from reproduction.start import Point
+from reproduction.points import Point
 from reproduction.studies.page import HOW_TO_READ
 from reproduction.studies.results import config_of, counted, read_store
 from reproduction.studies.study import FULL, Study, plan, read

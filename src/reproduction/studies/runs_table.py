@@ -8,7 +8,7 @@ import pandas as pd
 
 from reproduction.config import Config
 from reproduction.identity import RowId, digest, run_hash, settings
-from reproduction.start import Point
+from reproduction.points import Point
 from reproduction.studies.lines import Entry, lines_of
 from reproduction.studies.results import Counted, Run, counted, judged_by
 from reproduction.studies.table import Section, Table

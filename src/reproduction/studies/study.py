@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field
 
 from reproduction.config import Count, FolderName, Fraction, Whole, schema, validated
 from reproduction.identity import RowId, run_hash
-from reproduction.start import Point, compose, expand, point
+from reproduction.points import Point, compose, expand, point
 from reproduction.system import UserError
 from reproduction.words import last_part, read_yaml
 

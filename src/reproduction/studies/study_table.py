@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from reproduction.identity import RowId, changes_result, digest
-from reproduction.start import Point
+from reproduction.points import Point
 from reproduction.studies.lines import Entry, Line, lines_of
 from reproduction.studies.results import OUTCOMES, Run, counted, judged_by
 from reproduction.studies.study import PAPERS, Cell, Study, cells, comparisons, studies
