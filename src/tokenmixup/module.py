@@ -114,9 +114,9 @@ class TokenMixup(nn.Module):
             self.htm = self.htm.for_classes(num_classes)
             self.rules = rules_of(self.htm)
             self.detect = detector_of(self.htm)
-            self._mixing.htm = self.htm.each
+            self._mixing.htm = self.htm.by_layer
         if self.vtm is not None:
-            self._mixing.vtm = self.vtm.each
+            self._mixing.vtm = self.vtm.by_layer
         self._given_adapter = adapter
         self._configured_detect = self.detect
         self._running: list[Pass] = []  # the pass that runs, if one does; stand-ins share the list
