@@ -25,7 +25,7 @@ from tokenmixup.horizontal import Rules, mix_horizontal
 from tokenmixup.manifold import ManifoldMix
 from tokenmixup.output import LayerMix, Output, output_of
 from tokenmixup.prove import Proofs
-from tokenmixup.rules import ORDERS
+from tokenmixup.rules import in_published_order
 from tokenmixup.saliency import by_attention, saliency_by
 from tokenmixup.scorenet import ScoreNet, difficulty
 from tokenmixup.vertical import INDICES
@@ -143,9 +143,10 @@ class Pass:
             keep_ratio=mix.keep_ratio,
         )
         self.layers.append(layer)
-        if vtm_saliency is not None and htm.order == "in_place":
+        if htm.order == "published":  # VTM goes on choosing by the saliency before mixing
+            mix = in_published_order(mix)
+        elif vtm_saliency is not None:
             vtm_saliency = torch.where(mix.mask, vtm_saliency[mix.donor], vtm_saliency)
-        mix = ORDERS[htm.order](mix)
         self.targets = mix.targets
         return entry.with_tokens(mix.tokens), vtm_saliency
 
