@@ -42,8 +42,8 @@ from tokenmixup.adapters import (
     adapter_of,
     blocks_of,
     check_unwrapped,
+    checked_adapter_of,
     is_sharded,
-    name_of,
     patch_embed_of,
     width_of,
 )
@@ -220,8 +220,8 @@ class TokenMixup(nn.Module):
 
     def _look_up(self) -> None:
         """Plans for the blocks as they are now. Raises ValueError if they cannot serve."""
-        adapter = self._given_adapter or adapter_of(self.model)
-        blocks = blocks_of(self.model, self._given_adapter)
+        adapter = self._given_adapter or checked_adapter_of(self.model)
+        blocks = blocks_of(self.model, adapter)
         settings = [adapter, self._mixing, self.detect]
         modules = [self.model, *blocks]
         kinds = [type(self), *map(type, modules)]  # which FSDP changes
@@ -233,7 +233,6 @@ class TokenMixup(nn.Module):
         self.adapter = adapter
         self._blocks = blocks
         self._plans = {index: self._plan(index) for index in self._mixing.touched()}
-        self._proofs.forget_others(self._plans)
         self._looked_at = looked_at
 
     def _plan(self, index: int) -> Plan:
@@ -248,7 +247,7 @@ class TokenMixup(nn.Module):
             reader = self.detect
         return Plan(
             index=index,
-            name=name_of(index, self._blocks[index]),
+            name=f"block {index} ({type(self._blocks[index]).__name__})",
             blocks=self._blocks[index:],
             adapter=self.adapter,
             htm=htm,
