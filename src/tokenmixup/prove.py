@@ -52,7 +52,7 @@ class Proofs:
         new = [plan for index, plan in plans.items() if index not in self.by_block]
         for plan in new:
             check_parts(plan)
-        tried = [plan for plan in new if plan.reader is not None]
+        tried = [plan for plan in new if plan.tried is not None]
         can_run = bool(tried) and can_run_apart(model, images)
         entries: dict[int, BlockInput] = {}
         if can_run:
@@ -68,7 +68,7 @@ class Proofs:
     def check(self, plan: Plan, entry: BlockInput) -> None:
         """Proves a block that gets other arguments than those for which it has been proved."""
         proof = self.by_block[plan.index]
-        if plan.reader is None or not proof.can_run:
+        if plan.tried is None or not proof.can_run:
             return
         kinds = kinds_beside_tokens(entry)
         if proof.kinds == kinds:
@@ -94,7 +94,7 @@ def can_run_apart(model: nn.Module, images: Tensor) -> bool:
 def state_of(plan: Plan, images: Tensor) -> list[Any]:
     """Returns what a proof holds for: any part of a block may be replaced at any time."""
     has_memory = plan.vtm is not None
-    state: list[Any] = [plan.adapter, plan.reader, has_memory, images.dtype, images.device]
+    state: list[Any] = [plan.adapter, plan.tried, has_memory, images.dtype, images.device]
     for part in plan.block.modules():
         state += [part, part.forward]
     return state
