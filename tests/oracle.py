@@ -45,8 +45,8 @@ class Oracle(nn.Module):
         super().__init__()
         self.model: Any = module.model
         self.scorenets: Any = module.scorenets
-        self.htm: Any = {} if module.htm is None else module.htm.each
-        self.vtm: Any = {} if module.vtm is None else module.vtm.each
+        self.htm: Any = {} if module.htm is None else module.htm.by_layer
+        self.vtm: Any = {} if module.vtm is None else module.vtm.by_layer
 
     def forward(self, images: Tensor, targets: Tensor) -> Expected:
         prefix = self.model.num_prefix_tokens

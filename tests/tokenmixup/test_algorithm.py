@@ -579,8 +579,8 @@ def test_auto_thresholds_fit_classes_and_tokens(num_classes, num_tokens, tau, rh
     assert htm.for_classes(num_classes).tau == pytest.approx(tau)
     assert htm.rho_for(num_tokens) == pytest.approx(rho, abs=5e-5)
     layered = HTM(layer=[0, 1], tau=["auto", 4], rho=[0.5, "auto"]).for_classes(num_classes)
-    assert [x.tau for x in layered.each.values()] == pytest.approx([tau, 4.0])
-    rhos = [x.rho_for(num_tokens) for x in layered.each.values()]
+    assert [x.tau for x in layered.by_layer.values()] == pytest.approx([tau, 4.0])
+    rhos = [x.rho_for(num_tokens) for x in layered.by_layer.values()]
     assert rhos == pytest.approx([0.5, rho], abs=5e-5)
 
 

@@ -178,7 +178,7 @@ def test_a_proof_changes_nothing_of_the_model(name: str, dtype: torch.dtype):
     state = torch.get_rng_state()
     images, _ = batch_of(ALL[name])
     module._proofs.prove(module.model, module._plans, images.to(dtype))
-    assert module._proofs.of.keys() == {0, 1, 2}
+    assert module._proofs.by_block.keys() == {0, 1, 2}
     assert torch.equal(torch.get_rng_state(), state)
     assert [part.training for part in module.modules()] == modes
     assert not any(part._forward_pre_hooks for part in module.modules())
@@ -212,9 +212,9 @@ def test_a_block_that_has_been_changed_is_proved_again(change: Callable[[Any], N
     module = attached("map: Fused", vtm=VTM)
     batch = batch_of(ALL["map: Fused"])
     module(*batch)
-    proofs = dict(module._proofs.of)
+    proofs = dict(module._proofs.by_block)
     module(*(x[:3] for x in batch))  # another size
-    assert module._proofs.of == proofs
+    assert module._proofs.by_block == proofs
     change(module)
     with pytest.raises(ValueError, match=r"block 2.*more tokens change"):
         module(*batch)
@@ -242,7 +242,7 @@ def test_a_block_that_gets_arguments_of_another_kind_is_proved_again():
     module(*batch_of(case))
     given["bias"] = torch.randn(1, 1, TOKENS, TOKENS)
     module(*batch_of(case))
-    assert module._proofs.of[LAYER].kinds == ((), (("bias", (4, True)),))
+    assert module._proofs.by_block[LAYER].kinds == ((), (("bias", (4, True)),))
     given["bias"] = [torch.randn(TOKENS, 2 * TOKENS)]
     with pytest.raises(ValueError, match="block 2"):
         module(*batch_of(case))
