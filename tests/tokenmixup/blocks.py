@@ -26,7 +26,6 @@ class Block(nn.Module):
     """Attention and MLP, as timm has them; the blocks below differ in one thing each."""
 
     heads = HEADS
-    draws_for_memory = False  # whether random layers of the MLP draw for the memory's rows as well
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,14 +59,15 @@ class Block(nn.Module):
 
     def by_hand(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Returns tokens `b n d` and the map of the own tokens over these, `b h n n`."""
+        x, attn = self.attended_by_hand(x, memory)
+        return x + self.mlp(self.norm2(x)), attn
+
+    def attended_by_hand(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         n = x.shape[1]
-        m = memory.shape[1]
         q, k, v = self.projected(self.norm1(torch.cat([x, memory], dim=1)))
         attn = exponential(self.scores(q[:, :, :n], k))
         mixed = self.dropped(attn) @ v
-        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
-        rows = F.pad(x, (0, 0, 0, m)) if self.draws_for_memory else x
-        return x + self.mlp(self.norm2(rows))[:, :n], attn[..., :n]
+        return x + self.proj(mixed.transpose(1, 2).flatten(2)), attn[..., :n]
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         return q @ k.mT / math.sqrt(q.shape[-1])
@@ -253,13 +253,45 @@ class NormedQueries(Block):
         return torch.stack([F.normalize(q, dim=-1), 4 * F.normalize(k, dim=-1), v])
 
 
-@case("tokens", vtm=False)
+@case("tokens")
 class SqueezeAndExcite(Block):
     def mlp(self, x: Tensor) -> Tensor:
         return x * self.up(x.mean(dim=1, keepdim=True)).sigmoid()
 
 
 @case("tokens", vtm=False)
+class ExciteInPlace(SqueezeAndExcite):
+    """Its sum in place keeps the tokens of a memory, which the MLP then sees."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        attended = self.attention(self.norm1(x))
+        attended += x
+        return attended + self.mlp(self.norm2(attended))
+
+
+@case("tokens", samples=20)
+class TokensFirst(Block):
+    """Works on `n b d`; with the memory of the test there are as many tokens as samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        attended = self.attention(self.norm1(x)).transpose(0, 1)
+        x = x.transpose(0, 1) + attended
+        return (x + self.mlp(self.norm2(x))).transpose(0, 1)
+
+
+@case("tokens")
+class Parallel(Block):
+    """The MLP sees the block's input, which has the tokens of a memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(self.norm1(x)) + self.mlp(self.norm2(x))
+
+    def by_hand(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        attended, attn = self.attended_by_hand(x, memory)
+        return attended + self.mlp(self.norm2(x)), attn
+
+
+@case("tokens")
 class ResponseNorm(Block):
     """ConvNeXt-V2's, whose gamma begins at 0."""
 
@@ -272,7 +304,7 @@ class ResponseNorm(Block):
         return x + self.gamma_of_gate * x * length / (length.mean(dim=-1, keepdim=True) + 1e-6)
 
 
-@case("tokens", vtm=False)
+@case("tokens")
 class NormOverTokens(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +314,7 @@ class NormOverTokens(Block):
         return super().mlp(self.over_tokens(x.mT).mT)
 
 
-@case("tokens", vtm=False)
+@case("tokens")
 class Convolved(Block):
     """Behind a gate that begins at 0 (ReZero)."""
 
@@ -295,7 +327,7 @@ class Convolved(Block):
         return super().mlp(x) + self.gate * self.conv(x.mT).mT
 
 
-@case("tokens", vtm=False)
+@case("tokens")
 class SoftExperts(Block):
     """Experts that read weighted means of the tokens."""
 
@@ -465,7 +497,6 @@ class InFrontOfAll(Random):
 class RerunMlp(Random):
     """Under the block's own checkpoint; what is run again must draw the same."""
 
-    draws_for_memory = True
     reentrant = False
 
     def mlp(self, x: Tensor) -> Tensor:
@@ -482,9 +513,7 @@ class RerunMlpReentrant(RerunMlp):
 
 @case("dropout")
 class ByHand(Random):
-    """A layer of one's own draws for all that it gets."""
-
-    draws_for_memory = True
+    """A layer of one's own, which draws for all that it gets."""
 
     def mlp(self, x: Tensor) -> Tensor:
         kept = (torch.rand(x.shape) > 0.3) / 0.7 if self.training else 1.0

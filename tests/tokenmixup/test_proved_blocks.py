@@ -189,8 +189,8 @@ def test_a_proof_changes_nothing_of_the_model(name: str, dtype: torch.dtype):
 
 
 def excite(module: Any) -> None:
-    module.model.blocks[LAYER].up = ALL["tokens: SqueezeAndExcite"].build().up
-    module.model.blocks[LAYER].__class__ = ALL["tokens: SqueezeAndExcite"].build
+    module.model.blocks[LAYER].up = ALL["tokens: ExciteInPlace"].build().up
+    module.model.blocks[LAYER].__class__ = ALL["tokens: ExciteInPlace"].build
 
 
 def wrap(module: Any) -> None:
@@ -199,7 +199,7 @@ def wrap(module: Any) -> None:
 
 
 def give_a_layer_that_mixes(module: Any) -> None:
-    module.model.blocks[LAYER].norm2 = nn.Sequential(nn.LayerNorm(WIDTH), MeanSubtracting())
+    module.model.blocks[LAYER].norm1 = nn.Sequential(nn.LayerNorm(WIDTH), MeanSubtracting())
 
 
 class MeanSubtracting(nn.Module):
@@ -248,7 +248,7 @@ def test_a_block_that_gets_arguments_of_another_kind_is_proved_again():
         module(*batch_of(case))
 
 
-@pytest.mark.parametrize("name", ["map: LinearAttention", "tokens: SqueezeAndExcite"])
+@pytest.mark.parametrize("name", ["map: LinearAttention", "tokens: ExciteInPlace"])
 def test_a_compiled_module_is_proved_as_well(name: str):
     module = attached(name, vtm=VTM)
     module.compile(backend="eager")
