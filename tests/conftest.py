@@ -58,7 +58,7 @@ def settled(chosen: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return chosen
 
 
-def small_cct(attn_drop: float = 0.0, drop_path: float = 0.0, depth: int = 4) -> CCT:
+def small_cct(attn_drop: float = 0.0, drop_path: float = 0.0, depth: int = 4) -> nn.Module:
     """A CCT with 64 tokens of width 32."""
     torch.manual_seed(0)
     model = CCT(
@@ -76,7 +76,7 @@ def small_cct(attn_drop: float = 0.0, drop_path: float = 0.0, depth: int = 4) ->
     return sharpened(model)
 
 
-def small_vit_lite() -> CCT:
+def small_vit_lite() -> nn.Module:
     """A ViT-Lite with 16 tokens of width 32 and a class token."""
     torch.manual_seed(0)
     model = CCT(
@@ -96,13 +96,12 @@ def small_vit_lite() -> CCT:
     return sharpened(model)
 
 
-def small_vit(**options: object) -> nn.Module:
+def small_vit(**options: Any) -> nn.Module:
     """A timm ViT with 16 tokens of width 48 and a class token."""
     torch.manual_seed(0)
-    settings = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 3}
-    model = timm.create_model(
-        "vit_tiny_patch16_224", num_classes=CLASSES, **{**settings, **options}
-    )
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 3}
+    settings: dict[str, Any] = {**sizes, "num_classes": CLASSES, **options}
+    model = timm.create_model("vit_tiny_patch16_224", **settings)
     return sharpened(model)
 
 
