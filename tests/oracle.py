@@ -110,7 +110,7 @@ def by_layer(settings: HTM | VTM | None) -> dict[int, Any]:
     """The settings of each layer."""
     if settings is None:
         return {}
-    return dict(settings.each)
+    return dict(settings.by_layer)
 
 
 def is_cct(model: Any) -> bool:

@@ -607,7 +607,7 @@ def test_auto_thresholds_fit_classes_and_tokens(num_classes, num_tokens, tau, rh
     assert htm.for_classes(num_classes).tau == pytest.approx(tau)
     assert htm.rho_for(num_tokens) == pytest.approx(rho, abs=5e-5)
     layered = HTM(layer=[0, 1], tau=["auto", 4], rho=[0.5, "auto"]).for_classes(num_classes)
-    first, second = layered.each.values()
+    first, second = layered.by_layer.values()
     assert first.tau == pytest.approx(tau)
     assert second.tau == 4
     assert first.rho_for(num_tokens) == 0.5

@@ -154,8 +154,8 @@ def compiled(function, types, constants, warps):
     end = subprocess.run(command, input=ptx, capture_output=True, check=True)
     print(function.__name__, kernel.metadata.shared, *end.stderr.decode().split())
 
-types = {"gain_ptr": "*fp64", "easy_ptr": "*i1", "kernel_ptr": "*fp32", "donor_ptr": "*i64"}
-types |= {"cost_ptr": "*i32", "price_ptr": "*i32", "owner_ptr": "*i32"}
+types = {"gain_ptr": "*fp64", "easy_ptr": "*i1", "gibbs_ptr": "*fp32", "donor_ptr": "*i64"}
+types |= {"int_gain_ptr": "*i32", "price_ptr": "*i32", "owner_ptr": "*i32"}
 for b in (128, 512):
     tile = {"B": b, "R": min(b, assignment.TILE // b)}
     rounds = {"N": assignment.ITERATIONS, "BIDS": assignment.BIDS}
@@ -163,7 +163,7 @@ for b in (128, 512):
     compiled(assignment._search, types, {"B": b}, max(1, b // assignment.SEARCHED))
 types = {"q_ptr": "*bf16", "k_ptr": "*bf16", "out_ptr": "*fp32", "scale": "fp32"}
 for keys, e, rows in ((256, 64, 64), (512, 64, 32), (256, 128, 64)):
-    compiled(attention._received, types, {"R": rows, "M": keys, "E": e}, attention.WARPS)
+    compiled(attention._received, types, {"R": rows, "K": keys, "E": e}, attention.WARPS)
 """
 
 

@@ -261,7 +261,7 @@ def _htm_numbers(trainer: Trainer) -> dict[str, list[float | str]]:
         plain = models.without_weights(config.model)
         module = models.build_module(plain, stack, len(trainer.classes))
         tokens = models.tokens_of(config.model, module)
-    each = [*zip(htm.each.values(), tokens, strict=True)]
+    each = [*zip(htm.by_layer.values(), tokens, strict=True)]
     return {
         "tau": [_finite(settings.tau) for settings, _ in each],
         "rho": [_finite(settings.rho_for(count)) for settings, count in each],
