@@ -129,7 +129,7 @@ def run_watched(
 ) -> tuple[Any, Watching]:
     """Runs a block on its own tokens and a memory's; the latter are keys and values only.
 
-    Returns its output for all of them, and what has seen its map.
+    Returns its output for its own tokens, or for all of them, and what has seen its map.
     """
     args = entry.args
     kwargs = entry.kwargs
@@ -165,7 +165,7 @@ def checked_tokens(entry: BlockInput, out: Any, total: int) -> Tensor:
     """Returns the tokens in `out`, which a block has returned for `total` tokens.
 
     Raises ValueError unless they are `out`, or the first of a tuple or list and the only tensor of
-    their shape there, and as many as the block got.
+    their shape there, and as many as the block got, or as its own.
     """
     name = entry.name
     returned = list(out) if isinstance(out, tuple | list) else [out]
@@ -174,7 +174,7 @@ def checked_tokens(entry: BlockInput, out: Any, total: int) -> Tensor:
         raise ValueError(f"{name} returns a {type(out).__name__}: {must}")
     tokens = returned[0]
     count = tokens.shape[1:-1].numel()
-    if entry.adapter.attends_to_all and count != total:
+    if entry.adapter.attends_to_all and count not in (entry.num_tokens, total):
         raise ValueError(f"{name} returns {count} tokens for {total}: must return as many")
     if any(isinstance(x, Tensor) and x.shape == tokens.shape for x in returned[1:]):
         why = "a residual stream beside the tokens cannot be mixed"

@@ -196,7 +196,7 @@ class Pass:
         out, watching = run_watched(forward, entry, memory, keeps_map)
         watching.check()
         tokens = checked_tokens(entry, out, watching.total())
-        if memory is not None:
+        if tokens.shape[1] > watching.n:
             own = tokens[:, : watching.n].clone()  # FSDP could lose its hook on a view
             out = with_tokens_of(out, own)
         return out, watching.map

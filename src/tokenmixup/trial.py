@@ -4,8 +4,8 @@
     map       in an attention map, a token has a row, as a query, and a column, as a key: another
               token in its place changes these two, and little else
     memory    of VTM, which appends tokens to a block's own (Eq. 13):
-      hidden    tokens that nobody sees change nothing: beside its attention, a block works token
-                by token
+      hidden    tokens that nobody sees change nothing: where they are, beside its attention, a
+                block works token by token
       copies    copies of tokens are attended to as these are: positions and masks are theirs
       twice     if each token is there twice, what the block returns is the same: each of two equal
                 keys gets half the weight, so the sum over the values is the same

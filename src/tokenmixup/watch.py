@@ -2,9 +2,10 @@
 
 A block runs under `Watching`, which sees its calls of scaled_dot_product_attention, softmax and
 multi_head_attention_forward. Those over all tokens of the block are its attention maps. VTM's
-memory is m further tokens after the block's own n. They are keys and values. As queries they are
-not needed: fused attention leaves them out; elsewhere they are computed, and what the block returns
-for them is cut off.
+memory is m further tokens after the block's own n, which are keys and values. Once the map is seen
+nothing needs them: fused attention, linear layers and dropout leave their rows out and return zeros
+there, and from its first sum on, the residual one, the block goes on with its own tokens. What else
+is computed for them, such as queries, is not used: what the block returns for them is cut off.
 
 Letters: b batch, h heads, n the block's own tokens, m memory tokens, q queries, k keys, e head
 width, d width.
@@ -23,6 +24,8 @@ from tokenmixup.attention import AttentionMap
 
 FUSED = torch._C._nn.scaled_dot_product_attention  # the name in `F` may be somebody's wrapper
 MULTIHEAD = F.multi_head_attention_forward
+BY_TOKEN = (F.linear, F.dropout)
+SUM = (torch.add, Tensor.add)  # also that of `+`
 SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
 OWN_CHECKPOINTING = (
     "runs without gradients or under the model's own gradient checkpointing, which would rerun it "
@@ -80,15 +83,30 @@ class Watching(TorchFunctionMode):
         return self.n + self.memory_indices.shape[1]
 
     def is_map(self, shape: torch.Size) -> bool:
-        """Whether `b .. q k` is the shape of a map: over all tokens, q = k = n + m, or any."""
+        """Whether `b .. q k` is the shape of a map: over all tokens, q = k, or any.
+
+        All are n + m, or n: after the residual sum a second map must not be missed.
+        """
         if len(shape) < 3:
             return False
-        over_all = shape[0] == self.b and shape[-2] == shape[-1] == self.total()
+        is_square = shape[-2] == shape[-1]
+        over_all = shape[0] == self.b and is_square and shape[-1] in (self.n, self.total())
         return over_all or self.any_shape
 
     def is_memory(self, device: torch.device) -> Tensor:
         """Which of all tokens are the memory's, `n+m` bool."""
         return torch.arange(self.total(), device=device) >= self.n
+
+    def needs_memory(self) -> bool:
+        """Whether the rows of the memory, if there is one, must be computed.
+
+        They become keys and values until the map is seen. In a part of the block under gradient
+        checkpointing they stay, since its rerun is not watched, and also where `b n+m d` could be
+        `n+m b d`.
+        """
+        if self.memory_indices is None or self.count == 0:
+            return True
+        return self.autograd != autograd_now() or self.b == self.total()
 
     def note(self, seen: AttentionMap | None) -> None:
         """Counts a map, and keeps the first one if `keeps_map`.
@@ -128,10 +146,12 @@ class Watching(TorchFunctionMode):
             return _fused(self, *args, **kwargs)
         if func is MULTIHEAD:
             return _multihead(self, *args, **kwargs)
-        if func is F.dropout and self.memory_indices is not None:
-            return _dropout(self, *args, **kwargs)
         if func in SOFTMAX:
             return _softmax(self, func, *args, **kwargs)
+        if func in BY_TOKEN and not self.needs_memory():
+            return _by_token(self, func, *args, **kwargs)
+        if func in SUM and not self.needs_memory():
+            return _sum(self, func, *args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -226,22 +246,25 @@ def _softmax(
     return out
 
 
-def _dropout(
-    watching: Watching,
-    input: Tensor,
-    p: float = 0.5,
-    training: bool = True,
-    inplace: bool = False,
+def _by_token(
+    watching: Watching, func: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Draws for the block's own tokens alone, as without a memory, where its rows are not needed.
+    """Runs a layer for the block's own tokens alone; so dropout draws as without a memory."""
+    if input.ndim < 3 or input.shape[-2] != watching.total():
+        return func(input, *args, **kwargs)
+    return _padded(func(input[..., : watching.n, :], *args, **kwargs), watching)
 
-    They are needed before the map, where they become keys and values. In a part of the block under
-    gradient checkpointing all tokens are drawn for, since its rerun is not watched.
-    """
-    draws_for_tokens = p > 0 and input.ndim >= 3 and input.shape[-2] == watching.total()
-    if not draws_for_tokens or watching.count == 0 or watching.autograd != autograd_now():
-        return F.dropout(input, p, training, inplace)
-    return _padded(F.dropout(input[..., : watching.n, :], p, training, inplace), watching)
+
+def _sum(watching: Watching, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    """Adds; the sum of two tensors of tokens, `b n|n+m d`, is that of the own ones, `b n d`."""
+    own = []
+    for x in args:
+        if not (isinstance(x, Tensor) and x.ndim == 3 and len(x) == watching.b):
+            return func(*args, **kwargs)
+        if x.shape[1] not in (watching.n, watching.total()):
+            return func(*args, **kwargs)
+        own.append(x[:, : watching.n])
+    return func(*own, **kwargs)
 
 
 def _multihead(
