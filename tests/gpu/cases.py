@@ -190,8 +190,8 @@ def _steps(trainer: Trainer, batches: list[int]) -> list[Line]:
         images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
         classes = torch.randint(len(trainer.classes), (batch,), generator=generator)
         micro_batches = trainer.train_step(images, classes, batch)
-        metrics = [part.metrics for part in micro_batches]
-        lines.add({"step": trainer.step}, batch, metrics)
+        stats = [part.stats for part in micro_batches]
+        lines.add({"step": trainer.step}, batch, stats)
     return lines.fetch()[0]
 
 

@@ -23,7 +23,7 @@ from reproduction.models import build
 from reproduction.system import PlainError
 from reproduction.training.evaluate import evaluate
 from reproduction.training.graph import WARM_UP
-from reproduction.training.metrics import checked
+from reproduction.training.metrics import until_diverged
 from reproduction.training.ranks import join_world
 from reproduction.training.step import Trainer
 from reproduction.training.stop import ending
@@ -145,7 +145,7 @@ def test_a_gain_that_is_not_finite_is_named(device: torch.device):
     with torch.no_grad():
         block.attn.qkv.weight.fill_(torch.nan)
     try:
-        [*checked(steps_of(trainer, 6, 1), False)]
+        [*until_diverged(steps_of(trainer, 6, 1), False)]
     except (FloatingPointError, PlainError) as raised:
         assert "the saliency gain is not finite" in str(ending(raised, trainer.config))
     else:
