@@ -23,7 +23,7 @@ import torch
 from scipy.stats import quantile_test
 
 from reproduction.models.build import build_module, without_weights
-from reproduction.start import compose
+from reproduction.points import compose
 from reproduction.system import (
     Parser,
     UserError,
@@ -233,7 +233,7 @@ def read_report(path: Path, machine: str) -> dict[str, Any]:
     return report
 
 
-@one_line_errors("bench.py")
+@one_line_errors()
 def main() -> None:
     parser = Parser(prog="bench.py", description=__doc__)
     parser.add_argument("models", nargs="*", default=[*CASES], help=", ".join(CASES))

@@ -39,7 +39,7 @@ def words_of(detector: str | None, device: str) -> list[str]:
     ]
 
 
-@one_line_errors("latency.py")
+@one_line_errors()
 def main() -> None:
     parser = Parser(prog="latency.py", description=__doc__)
     parser.add_argument("--rounds", type=positive, default=20)

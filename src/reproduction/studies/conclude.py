@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from reproduction.check import check
-from reproduction.start import Point
+from reproduction.points import Point
 from reproduction.studies.results import ON_TEST, Run, read_run
 from reproduction.studies.runs_table import sweep_table
 from reproduction.studies.study import PAPERS
@@ -15,6 +15,7 @@ from reproduction.studies.study_table import planned, study_table
 from reproduction.studies.table import Table, markdown
 from reproduction.studies.text import NOTHING, number
 from reproduction.system import say
+from reproduction.words import last_part
 
 NOT_STARTED = "not started"
 
@@ -46,7 +47,7 @@ def runs_of(points: Sequence[Point]) -> list[Run]:
     for point in points:
         if point.folder.is_run():
             run = read_run(point.folder)
-            is_other = run.key and (run.key, run.seed) != (point.key, point.config.seed)
+            is_other = run.key and (run.key, run.seed) != (point.row_hash, point.config.seed)
             if not is_other:
                 found.append(run)
     return found
@@ -126,5 +127,5 @@ def swept_text(point: Point, points: Sequence[Point]) -> str:
     for word in point.words:
         key, _, value = word.partition("=")
         if key != "seed" and not all(word in other.words for other in points):
-            texts.append(f"{key.rpartition('.')[2]}={value}")
+            texts.append(f"{last_part(key)}={value}")
     return ",".join(texts)

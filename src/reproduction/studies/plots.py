@@ -13,6 +13,7 @@ from reproduction.studies.lines import Line
 from reproduction.studies.results import OUTCOMES
 from reproduction.studies.runs_table import numeric
 from reproduction.studies.table import Section, Table
+from reproduction.words import last_part
 
 OURS: Any = {"color": BLUE, "fmt": "o", "capsize": 3, "linewidth": 1.5}
 
@@ -42,11 +43,11 @@ def draw_runs(table: Table, path: Path) -> bool:
 
 def draw_sweep(path: Path, section: Section) -> bool:
     """Draws the points of a study's sweep, with its other rows across; returns whether any ran."""
-    points = [line for line in section.finished if line.entry.id.point]
-    others = [line for line in section.finished if not line.entry.id.point]
+    points = [line for line in section.finished if line.entry.id.swept]
+    others = [line for line in section.finished if not line.entry.id.swept]
     if not points:
         return False
-    title = ", ".join(name.rpartition(".")[2] for name, _ in points[0].entry.id.point)
+    title = ", ".join(last_part(name) for name, _ in points[0].entry.id.swept)
     draw_line(path, points, title, others)
     return True
 
@@ -84,7 +85,7 @@ def _draw_across(axes: Any, line: Line, color: str) -> None:
 
 
 def value_of(line: Line) -> str:
-    return ", ".join(value for _, value in line.entry.id.point)
+    return ", ".join(value for _, value in line.entry.id.swept)
 
 
 def draw_map(path: Path, lines: Sequence[Line]) -> None:

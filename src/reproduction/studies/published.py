@@ -10,8 +10,8 @@ import pandas as pd
 
 from reproduction.config import ROOT, Config
 from reproduction.folder import RunFolder
-from reproduction.identity import flat, key, settings
-from reproduction.start import Point
+from reproduction.identity import flat, run_hash, settings
+from reproduction.points import Point
 from reproduction.studies.page import HOW_TO_READ
 from reproduction.studies.results import config_of, counted, read_store
 from reproduction.studies.study import FULL, Study, plan, read
@@ -107,8 +107,8 @@ def _quoted(study: Study) -> pd.DataFrame:
 def publish(run: Path, file: Path) -> None:
     """Adds the line of a finished run of a study to its .jsonl, in place of one of the same run."""
     folder = RunFolder(run.resolve())
-    rows = {key(point.config): point.config for point in _points(file, read(file))}
-    identity = key(folder.read_config())
+    rows = {run_hash(point.config): point.config for point in _points(file, read(file))}
+    identity = run_hash(folder.read_config())
     row = rows.get(identity)
     summary = folder.read_summary()
     missing = [name for name in COPIED if name not in summary]
@@ -126,7 +126,7 @@ def publish(run: Path, file: Path) -> None:
     lines = []
     if path.exists():
         lines = path.read_text().splitlines()
-    others = [text for text in lines if key(config_of(json.loads(text))) != identity]
+    others = [text for text in lines if run_hash(config_of(json.loads(text))) != identity]
     write_text(path, "\n".join([*others, json.dumps(line)]) + "\n")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from reproduction.config import Config
 from reproduction.folder import RunFolder
-from reproduction.identity import digest, key, nested, saved
+from reproduction.identity import digest, nested, row_hash, saved
 from reproduction.identity import settings as settings_of
 from reproduction.system import UserError, first_line, in_one_line, reason_of
 
@@ -151,7 +151,7 @@ def _run(
         status=summary["status"],
         state=_state(config, summary),
         written=written,
-        key=key(config, seed=False),
+        key=row_hash(config),
         seed=seed,
         settings=settings,
         stack="+".join(config.augmentation.stack) or "none",

@@ -7,13 +7,14 @@ from typing import Any
 import pandas as pd
 
 from reproduction.config import Config
-from reproduction.identity import RowId, digest, key, settings
-from reproduction.start import Point
+from reproduction.identity import RowId, digest, run_hash, settings
+from reproduction.points import Point
 from reproduction.studies.lines import Entry, lines_of
 from reproduction.studies.results import Counted, Run, counted, judged_by
 from reproduction.studies.table import Section, Table
 from reproduction.studies.text import NOTHING, judged_on, value_text
 from reproduction.system import UserError
+from reproduction.words import last_part
 
 STACK = "augmentation.mixing"  # the stack, as a setting
 COMMON = ("model.name", "dataset.name", STACK)  # are told where they do not differ
@@ -35,10 +36,10 @@ class Groups:
     @property
     def file(self) -> str:
         """What the files of their table are named after, empty if nothing differs."""
-        return "-".join(name.rpartition(".")[2] for name in self.heads)
+        return "-".join(map(last_part, self.heads))
 
     def id(self, group: Hashable) -> RowId:
-        return RowId(point=tuple((name, self.texts[name][group]) for name in self.heads))
+        return RowId(swept=tuple((name, self.texts[name][group]) for name in self.heads))
 
     def named(self, group: Hashable) -> dict[str, str]:
         """Returns what names a group, by the last two parts of its keys."""
@@ -120,12 +121,12 @@ def _entries(groups: Groups, states: Mapping[str, str], against: str | None) -> 
 def sweep_table(points: Sequence[Point], runs: Sequence[Run]) -> Table:
     """Returns the table of a sweep, whose files are named after the keys and all of its runs."""
     begun = runs_table(runs)
-    plan = grouped({point.key: _settings(point.config) for point in points})
+    plan = grouped({point.row_hash: _settings(point.config) for point in points})
     shared = [word for word in points[0].words if all(word in point.words for point in points)]
     words = ", ".join(f"`{word}`" for word in shared) or "the defaults"
     keys = ", ".join(f"`{name}`" for name in plan.heads) or "seeds"
     seeds = ", ".join(map(str, sorted({point.config.seed for point in points})))
-    mark = digest(sorted(key(point.config) for point in points))
+    mark = digest(sorted(run_hash(point.config) for point in points))
     about = f"A sweep over {keys}, with {words}; seeds {seeds}."
     notes = [*begun.notes]
     not_begun = len(plan.texts) - len(begun.sections[0].lines)

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import yaml
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass as checked
+from pydantic import BeforeValidator, Field
 
-from reproduction.config import FORBID, Count, FolderName, Fraction, Whole, line_of
-from reproduction.identity import RowId, key
-from reproduction.start import Point, compose, expand, point
+from reproduction.config import Count, FolderName, Fraction, Whole, schema, validated
+from reproduction.identity import RowId, run_hash
+from reproduction.points import Point, compose, expand, point
 from reproduction.system import UserError
-from reproduction.words import read_yaml
+from reproduction.words import last_part, read_yaml
 
 PAPER_FOLDER = Path(__file__).parent / "paper"
 TABLES = ("table1", "table2", "table3", "table4", "table5")
@@ -66,7 +65,7 @@ def _present_name(tested: Any) -> Any:
     return FORMER.get(tested, tested)
 
 
-@checked(config=FORBID, frozen=True, kw_only=True)
+@schema
 class Row:
     """What to train: `overrides` of train.py, of which some may list values, which makes a sweep.
 
@@ -83,7 +82,7 @@ class Row:
     role: Literal["", "untested", "primary"] = ""
 
 
-@checked(config=FORBID, frozen=True, kw_only=True)
+@schema
 class Size:
     """A model of which the paper prints the `parameters`, in millions, if it does."""
 
@@ -92,7 +91,7 @@ class Size:
     parameters: float | None = None
 
 
-@checked(config=FORBID, frozen=True, kw_only=True)
+@schema
 class Study:
     """The content of the file. `overrides` are of all rows; a row may be a list of overrides.
 
@@ -146,7 +145,7 @@ class Cell:
     @property
     def text(self) -> str:
         """What a table shows of it."""
-        if self.row.row and not self.id.point:
+        if self.row.row and not self.id.swept:
             return self.row.row
         return self.label.partition("/")[2]
 
@@ -160,7 +159,7 @@ def cells(name: str, study: Study) -> list[Cell]:
         for values, words in points.items():
             text = row
             if values:
-                text = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in values)
+                text = ",".join(f"{last_part(key)}={value}" for key, value in values)
             if values and len(sweeps) > 1:
                 text = f"{row},{text}"
             each.append(
@@ -204,7 +203,7 @@ def comparisons(each: Sequence[Cell]) -> dict[RowId, RowId]:
         bases = by_row.get(against or "", [])
         for cell in own:
             for base in bases:
-                if base.id.point in ((), cell.id.point):
+                if base.id.swept in ((), cell.id.swept):
                     pairs[cell.id] = base.id
         if bases and not any(cell.id in pairs for cell in own):
             rule = "is a sweep, and a sweep is compared with one over the same values"
@@ -234,14 +233,11 @@ def studies(name: str) -> dict[str, Study]:
 def read(path: Path) -> Study:
     """Reads a study; UserError names the file, the key and what is wrong with it."""
     try:
-        study = TypeAdapter(Study).validate_python(read_yaml(path))
+        study = validated(Study, read_yaml(path))
         comparisons(cells(str(path), study))
         return study
-    except (ValueError, yaml.YAMLError) as error:
-        text = str(error)
-        if isinstance(error, ValidationError):
-            text = "; ".join(line_of(wrong) for wrong in error.errors())
-        raise UserError(f"{path}: {text}") from error
+    except (UserError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def plan(
@@ -261,8 +257,8 @@ def plan(
             words = words_of(cell, study, scale) + list(more)
             for seed in range(study.first_seed, study.first_seed + number):
                 run = point([*words, f"seed={seed}", "resume=auto"], cell.label)
-                runs.setdefault(key(run.config), run)
-                rows[key(run.config)].append(cell.id)
+                runs.setdefault(run_hash(run.config), run)
+                rows[run_hash(run.config)].append(cell.id)
     shared = [replace(run, rows=tuple(rows[identity])) for identity, run in runs.items()]
     return sorted(shared, key=lambda run: run.config.seed)
 

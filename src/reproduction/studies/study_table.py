@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from reproduction.identity import RowId, changes_result, digest
-from reproduction.start import Point
+from reproduction.points import Point
 from reproduction.studies.lines import Entry, Line, lines_of
 from reproduction.studies.results import OUTCOMES, Run, counted, judged_by
 from reproduction.studies.study import PAPERS, Cell, Study, cells, comparisons, studies
@@ -69,7 +69,7 @@ def planned(points: Sequence[Point]) -> list[Planned]:
 def _planned(name: str, points: Sequence[Point]) -> Planned:
     (study,) = studies(name).values()
     own = [point for point in points if any(row.study == name for row in point.rows)]
-    keys = {row: point.key for point in own for row in point.rows}
+    keys = {row: point.row_hash for point in own for row in point.rows}
     each = [cell for cell in cells(name, study) if cell.id in keys]
     written = {word for cell in each for word in cell.words}
     words = dict.fromkeys(word for point in own for word in point.words)

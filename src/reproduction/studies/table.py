@@ -121,7 +121,7 @@ def plain(line: Line) -> dict[str, Any]:
     found: dict[str, Any] = {
         "study": entry.id.study,
         "row": entry.id.row,
-        **dict(entry.id.point),
+        **dict(entry.id.swept),
         "column": entry.id.column,
         "outcome": outcome.measure,
         "half": outcome.half,

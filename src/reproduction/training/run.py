@@ -92,8 +92,7 @@ def _record_end(folder: RunFolder, config: Config, status: str, reason: str) -> 
             folder.write_summary(status=status, error=reason)
     except (OSError, UserError):  # such as a full disk; reports recognise the run by its lock
         kept = "kept as it is"
-    how = "" if config.resume == "auto" else " with resume=auto"
-    return f"{reason}; {folder.path} is {kept}, repeat the command{how} to continue"
+    return f"{reason}; {folder.path} is {kept}, {config.how_to_continue}"
 
 
 def check_start(config: Config) -> None:
