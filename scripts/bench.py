@@ -157,13 +157,11 @@ def measure(model: str, how: str, device: str, rounds: int) -> dict[str, Any]:
             "images/s": 1000 * images / ms["median"],
             "tokens": tokens.get(name, 0),
         }
-    if "plain" in works:
-        both = times[["plain", AGAIN]].mean(axis=1)
-        for name, row in rows.items():
-            base = both
-            if name in ("plain", AGAIN):
-                base = times["plain"]
-            row["ratio"] = quartiles(times[name] / base)
+        if "plain" in works:
+            base = times["plain"]
+            if name not in ("plain", AGAIN):
+                base = times[["plain", AGAIN]].mean(axis=1)
+            rows[name]["ratio"] = quartiles(times[name] / base)
     return rows
 
 
