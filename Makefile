@@ -4,7 +4,8 @@ BIN := .venv/bin
 # glibc asks for huge pages: faster steps on some CPUs (docs/performance.md, "Memory on a CPU"). Others ignore it.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-# Variables of the command line; those of the environment have another origin, and a make above this one its own names.
+# A mistyped name, such as SEED=3, is an error. $(origin NAME) is `command line` for what was typed.
+# A make that this one calls sees these names as typed, and does not ask.
 KNOWN := PYTHON SCALE SEEDS SET DATA DEVICES OUTPUTS DRY_RUN JOBS LAUNCHER FILE STUDIES RUNS AGAINST ROUNDS KILLS RUN WEIGHTS
 TYPED = $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name)))
 ifeq ($(MAKELEVEL),0)
@@ -15,7 +16,7 @@ REPRODUCED := $(patsubst %,reproduce-%,table1 table2 table3 table4 table5 figure
 SWEEPS := sweep-tau sweep-rho sweep-kappa
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev quickstart test test-all test-lowest test-plugins lint format lock audit report clean status runs \
-  $(REPRODUCED) $(SWEEPS) study publish check-published cost bench check-gpu chaos
+  $(REPRODUCED) $(SWEEPS) latency study publish check-published cost bench check-gpu chaos
 
 help:  ## list all targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -31,7 +32,7 @@ setup: .venv/installed  ## create .venv with the requirements and this package
 setup-dev: .venv/installed-dev  ## also install what tests and lint need
 
 # Installs the tested versions by hash. ANTLR's runtime has no wheel, so the locked setuptools builds it.
-# with pip's progress on a terminal
+# pip shows its progress on a terminal alone.
 INSTALL = test -t 1 || quiet=--quiet; $(BIN)/pip install $$quiet
 INSTALL_LOCKED = $(INSTALL) --require-hashes --only-binary :all: --no-binary antlr4-python3-runtime --requirement
 INSTALL_PROJECT = install --quiet --no-deps --no-build-isolation --editable .
@@ -88,7 +89,6 @@ WORDS = $(if $(SEEDS),seeds=$(SEEDS)) $(if $(SCALE),scale=$(SCALE)) $(if $(DEVIC
   $(if $(OUTPUTS),output_root="$(OUTPUTS)") $(SET) $(if $(JOBS),jobs=$(JOBS)) \
   $(if $(LAUNCHER),hydra/launcher=$(LAUNCHER)) $(if $(DRY_RUN),dry_run=$(DRY_RUN))
 RUNS_IN = $(or $(OUTPUTS),outputs$(if $(filter smoke,$(SCALE)),/smoke))
-LATENCY = $(BIN)/python -m scripts.latency --outputs "$(RUNS_IN)" $(if $(filter smoke,$(SCALE)),--rounds 1 --images 2)
 STUDY_figure3 := table1/cifar100_htm seeds=1
 STUDY_figure4 := table1/cifar100_htm
 STUDY_openmixup := results/openmixup_cifar100.yaml
@@ -102,8 +102,13 @@ reproduce-figure3:  ## train a run of Figure 3: saliency by gradient, full rollo
 reproduce-figure4:  ## train the runs of Figure 4: mixed samples per batch over training
 reproduce-openmixup:  ## train DeiT-S on CIFAR-100 by OpenMixup's protocol, with HTM and VTM
 reproduce-all:  ## train all tables, figures and sweeps; SCALE=smoke runs everything in minutes
+# Table 3 also has latencies, which are measured before its runs.
+ifeq ($(filter-out 0,$(DRY_RUN)),)
+reproduce-table3 reproduce-all: latency
+endif
+latency: .venv/installed
+	$(BIN)/python -m scripts.latency --outputs "$(RUNS_IN)" $(if $(filter smoke,$(SCALE)),--rounds 1 --images 2)
 $(REPRODUCED): reproduce-%: .venv/installed
-	$(if $(filter table3 all,$*),$(if $(filter-out 0,$(DRY_RUN)),,$(LATENCY)))
 	$(REPRODUCE) $(or $(STUDY_$*),$*) $(WORDS)
 
 sweep-tau:  ## train HTM with tau from 0 (mixes no sample) to inf (all samples)

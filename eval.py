@@ -24,12 +24,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from reproduction.config import Config, parse
+from reproduction.config import Config, validated
 from reproduction.folder import RunFolder
-from reproduction.identity import digest, evaluated
-from reproduction.start import check_named, compose, expand
+from reproduction.identity import digest, settings_of_evaluation
+from reproduction.points import check_named, compose, expand
 from reproduction.system import UserError, is_first_rank, one_line_errors, say
-from reproduction.words import hydra_errors, merged, readable, text_of
+from reproduction.words import hydra_errors, readable, text_of, with_words
 
 OWN = ("run", "weights", "checkpoint", "predictions", "images", "export")
 OF_A_RUN = ("device", "devices", "dataset", "recipe.precision")
@@ -64,11 +64,12 @@ def main(words: list[str]) -> None:
         return
     if saved is not None and "images" not in own:
         check_named(config.dataset, words)
-    mark: list[Any] = [evaluated(config)]
+    settings = settings_of_evaluation(config)
+    hashed: list[Any] = [settings]
     if saved is None:
-        mark = [str(files[0].resolve()), evaluated(config)]
-    if saved is None or evaluated(config) != evaluated(saved):
-        result = result.with_stem(f"{result.stem}-{config.dataset.name}-{digest(mark)}")
+        hashed = [str(files[0].resolve()), settings]
+    if saved is None or settings != settings_of_evaluation(saved):
+        result = result.with_stem(f"{result.stem}-{config.dataset.name}-{digest(hashed)}")
     predictions = new_file(own, "predictions", ".csv") if "predictions" in own else None
     images = Path(own["images"]) if "images" in own else None
     if images is not None and not images.is_dir():
@@ -93,21 +94,22 @@ def of_run(saved: Config, words: Sequence[str]) -> Config:
     """
     for word in words:
         key = word.removeprefix("+").partition("=")[0]
-        if not {key, key.partition(".")[0]} & {*OF_A_RUN} or key in FOR_TRAINING:
+        is_changeable = key in OF_A_RUN or key.partition(".")[0] in OF_A_RUN
+        if key in FOR_TRAINING or not is_changeable:
             raise UserError(f"{word}: not allowed here, allowed are {', '.join((*OWN, *OF_A_RUN))}")
     raw = {**asdict(saved), "devices": 1, "compile": False}
-    leaves = [x for x in words if not x.startswith("dataset=")]
-    if len(leaves) < len(words):
-        other = asdict(of_file(words).dataset)
-        raw["dataset"] = other | {key: raw["dataset"][key] for key in ("mean", "std")}
+    changes = [word for word in words if not word.startswith("dataset=")]
+    if len(changes) < len(words):
+        raw["dataset"] = asdict(of_file(words).dataset)
+        raw["dataset"] |= {"mean": saved.dataset.mean, "std": saved.dataset.std}
     with hydra_errors(*words):
-        return parse(merged(raw, leaves))
+        return validated(Config, with_words(raw, changes))
 
 
 def of_file(words: Sequence[str]) -> Config:
     """Returns the configuration of these words, for weights without a run."""
-    expand(words)  # refuses what is no key
-    return compose((*words, "augmentation=[]"))  # and this a list of values
+    expand(words)  # refuses keys of Hydra, which `compose` would read
+    return compose((*words, "augmentation=[]"))  # refuses a list of values
 
 
 def new_file(own: dict[str, str], key: str, ending: str) -> Path:
@@ -149,5 +151,5 @@ def evaluate(
 
 
 if __name__ == "__main__":
-    with one_line_errors("eval.py"):
+    with one_line_errors():
         main(sys.argv[1:])

@@ -22,7 +22,7 @@ import pandas as pd
 import torch
 
 from reproduction.models.build import build_module, without_weights
-from reproduction.start import compose
+from reproduction.points import compose
 from reproduction.system import (
     Parser,
     UserError,
@@ -203,7 +203,7 @@ def shown(value: Any) -> str:
     return f"{value:.4g}"
 
 
-@one_line_errors("bench.py")
+@one_line_errors()
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("models", nargs="*", default=[*CASES], help=", ".join(CASES))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from reproduction.start import compose
+from reproduction.points import compose
 from reproduction.system import PlainError, UserError, one_line_errors, say
 from reproduction.training.predictions import evaluate_checkpoint
 
@@ -27,7 +27,7 @@ PRINTED = {  # name of the file, without its suffix -> experiment, printed top-1
 }
 
 
-@one_line_errors("check_published.py")
+@one_line_errors()
 def main() -> int:
     """Prints a line for each file; the exit status is 1 if one could not be evaluated."""
     folder, *words = sys.argv[1:] or ["--help"]

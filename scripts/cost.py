@@ -16,7 +16,7 @@ import torch
 
 from reproduction.config import Config, Dataset
 from reproduction.data.sources import opened
-from reproduction.start import Point
+from reproduction.points import Point
 from reproduction.studies.study import FULL, plan, studies
 from reproduction.system import Parser, PlainError, one_line_errors, say
 from reproduction.training.ranks import resolve_device
@@ -79,7 +79,7 @@ def cost(run: Point, device: str) -> dict[str, Any]:
     return row | {"hours": in_all / row["images/s"] / 3600}
 
 
-@one_line_errors("cost.py")
+@one_line_errors()
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("studies", nargs="*", default=["all"], help="such as table1")

@@ -23,7 +23,7 @@ from scripts.bench import CASES, Work, in_turns, machine, training_step, words_o
 MODEL = "cct_7_3x1"
 
 
-@one_line_errors("latency.py")
+@one_line_errors()
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--rounds", type=positive, default=20)

@@ -1,12 +1,12 @@
 """Looks into a trained run with HTM: what each tau and rho would mix, on batches of its images."""
 
 from reproduction.folder import RunFolder
-from reproduction.start import check_named
+from reproduction.points import check_named
 from reproduction.system import Parser, one_line_errors, say
 from scripts import positive
 
 
-@one_line_errors("look.py")
+@one_line_errors()
 def main() -> None:
     """Prints, for each HTM layer, quantiles, samples by tau and tokens by rho."""
     parser = Parser(description=__doc__)

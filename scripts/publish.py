@@ -5,7 +5,7 @@ from pathlib import Path
 from reproduction.system import Parser, one_line_errors
 
 
-@one_line_errors("publish.py")
+@one_line_errors()
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a finished run")

@@ -7,7 +7,7 @@ from reproduction.system import Parser, one_line_errors, say, write_text
 from scripts import positive
 
 
-@one_line_errors("report.py")
+@one_line_errors()
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("words", nargs="*", metavar="key=value", help="overrides of all rows")

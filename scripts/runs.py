@@ -5,7 +5,7 @@ from pathlib import Path
 from reproduction.system import Parser, UserError, one_line_errors, say, write_text
 
 
-@one_line_errors("runs.py")
+@one_line_errors()
 def main() -> None:
     """Groups the runs over seeds; the columns are the settings in which they differ."""
     parser = Parser(description=__doc__)

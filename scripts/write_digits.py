@@ -8,7 +8,7 @@ from reproduction.system import Parser, one_line_errors
 FIRST = 10  # images of each digit
 
 
-@one_line_errors("write_digits.py")
+@one_line_errors()
 def main() -> None:
     """Writes 100 and 1,697 images, numbered in the order of the data set."""
     parser = Parser(description=__doc__)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from reproduction import load_run  # noqa: F401
 from reproduction.config import ROOT, Config
-from reproduction.identity import flat, key, nested, saved  # noqa: F401
+from reproduction.identity import flat, nested, run_hash, saved  # noqa: F401
 from reproduction.models.build import (
     build_model,
     build_module,
@@ -40,8 +40,8 @@ from reproduction.models.build import (
     without_weights,
 )
 from reproduction.models.cct import CCT  # noqa: F401
-from reproduction.start import compose
-from reproduction.words import merged
+from reproduction.points import compose
+from reproduction.words import with_words
 from scripts.bench import build_trainer
 from tokenmixup import TokenMixup
 
@@ -275,18 +275,18 @@ def config_of(*words: str) -> Config:
 
 def hash_of(raw: dict[str, Any]) -> str:
     """The hash of a saved configuration of any revision."""
-    return key(saved(raw))
+    return run_hash(saved(raw))
 
 
 def value_of(word: str) -> Any:
     """The value that a word of a command line gives to its key."""
-    (value,) = merged({}, [word]).values()
+    (value,) = with_words({}, [word]).values()
     return value
 
 
 def dry(*words: str) -> tuple[dict[str, Any], str]:
     """The configuration of a command line as nested mappings, and the hash of its run."""
-    return asdict(compose(words)), key(compose(words))
+    return asdict(compose(words)), run_hash(compose(words))
 
 
 def initial_model(*words: str, classes: int = 10) -> nn.Module:

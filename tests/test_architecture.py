@@ -16,7 +16,7 @@ LAYERS = (
     ("folder", "help"),
     ("words",),
     ("training",),
-    ("reporting", "start"),
+    ("points", "reporting"),
     ("check",),
     ("launch",),
     ("studies",),

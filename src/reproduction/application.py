@@ -15,16 +15,10 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from reproduction.config import Command
 from reproduction.help import help_text
-from reproduction.launch import (
-    Sweep,
-    check_choice,
-    end,
-    launch_of,
-    objective,
-    run_all,
-)
-from reproduction.start import config_of, point_of, register_resolvers, typed_words
+from reproduction.launch import Notes, check_choice, objective, run_all
+from reproduction.points import Point, command_of, config_of, point_of, typed_words
 from reproduction.system import (
     OneLineError,
     PlainError,
@@ -32,9 +26,11 @@ from reproduction.system import (
     UserError,
     launched_ranks,
     one_line_errors,
+    program,
     say,
+    warn,
 )
-from reproduction.words import hydra_errors, readable
+from reproduction.words import hydra_errors, key_of, readable
 
 OURS = {  # keys of Hydra that would move what a run writes
     "hydra.run.dir": "output_root and name choose the folder of a run",
@@ -45,18 +41,13 @@ OURS = {  # keys of Hydra that would move what a run writes
 @contextmanager
 def application() -> Iterator[None]:
     """Around Hydra's main: makes the words readable before it, and tells its errors in one line."""
-    with one_line_errors(program()):
+    with one_line_errors():
         flags, words = arguments(sys.argv[1:])
         sys.argv[1:] = [*flags, *words]
         os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors
-        register_resolvers()
         OmegaConf.register_new_resolver("allowed", help_of, replace=True)
         with hydra_errors(*words):
             yield
-
-
-def program() -> str:
-    return Path(sys.argv[0]).name
 
 
 def arguments(typed: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -72,16 +63,16 @@ def arguments(typed: Sequence[str]) -> tuple[list[str], list[str]]:
         raise UserError("-m: start a sweep as train.py -m devices=N, without torchrun")
     words = [readable(word) for word in options.overrides]
     for word in words:
-        key = word.partition("=")[0]
+        key = key_of(word)
         if key in OURS:
             raise UserError(f"{word}: {OURS[key]}")
-    return [x for x in typed if x not in options.overrides], words
+    return [x for x in typed if x not in options.overrides], words  # flags, with their values
 
 
 def help_of(*, _root_: DictConfig) -> str:
     """Returns the text of --help: what is allowed, with the values of this tree."""
     tree = OmegaConf.masked_copy(_root_, [str(key) for key in _root_ if key != "hydra"])
-    return help_text(config_of(tree)).replace("$", "$$")  # for Hydra's template
+    return help_text(config_of(tree)).replace("$", "$$")  # Hydra's template reads $$ as $
 
 
 # --- the task -----------------------------------------------------------------------------------
@@ -92,72 +83,72 @@ def train(tree: DictConfig) -> float | None:
     own: Any = HydraConfig.get()
     if own.mode == RunMode.MULTIRUN:
         return train_job(tree, own)
-    with one_line_errors(program()):  # before Hydra prints them
-        return train_alone(tree, own)
+    with one_line_errors():  # before Hydra prints them
+        command = command_of(tree)
+        point = point_of(tree, typed_words(own))
+        command.refuse("jobs", "task", reason="needs -m")
+        if command.dry_run:
+            from reproduction.studies.conclude import listing  # imports pandas
 
-
-def train_alone(tree: DictConfig, own: Any) -> float | None:
-    launch, point = launch_of(tree), point_of(tree, typed_words(own))
-    launch.refuse("jobs", "task", reason="needs -m")
-    if launch.dry_run:
-        from reproduction.studies.conclude import listing  # imports pandas
-
-        say(listing([point]))
-        return None
-    (error,) = run_all([point])
-    if error is not None:
-        raise error
-    return objective(point, launch.objective)
+            say(listing([point]))
+            return None
+        return train_point(point, command)
 
 
 def train_job(tree: DictConfig, own: Any) -> float | None:
-    """Trains a point for any launcher but ours, and notes for the end of the sweep how it ended."""
-    launch = launch_of(tree)
+    """Trains a point for any launcher but ours; notes it before, and its error for the end."""
+    command = command_of(tree)
     reason = f"is for hydra/launcher=checked, not {own.launcher._target_}"
-    launch.refuse("jobs", "task", "dry_run", reason=reason)
-    point, sweep = point_of(tree, typed_words(own)), Sweep(Path(own.sweep.dir))
-    sweep.note(own.job.num, point)
-    error: OneLineError | None
+    command.refuse("jobs", "task", "dry_run", reason=reason)
+    point = point_of(tree, typed_words(own))
+    notes = Notes(Path(own.sweep.dir))
+    notes.add(own.job.num, point)
     try:
         check_choice([point], own.sweeper._target_)
-        (error,) = run_all([point])
-    except UserError as refused:
-        error = refused
+        return train_point(point, command)
+    except OneLineError as error:
+        notes.add_error(own.job.num, error)
+        raise
     except KeyboardInterrupt as interrupt:
-        error = PlainError(interrupt)
-        pass_on(interrupt)
+        if isinstance(interrupt.__cause__, Stopped):  # submitit's handler may requeue, and exit
+            signal.raise_signal(interrupt.__cause__.signum)
+        ended = PlainError(interrupt)
+        notes.add_error(own.job.num, ended)
+        raise ended from interrupt
+
+
+def train_point(point: Point, command: Command) -> float | None:
+    """Trains a run, and returns what a sweeper chooses by; raises the error of the run."""
+    (error,) = run_all([point])
     if error is not None:
-        sweep.note(own.job.num, point, error)
         raise error
-    return objective(point, launch.objective)
-
-
-def pass_on(interrupt: KeyboardInterrupt) -> None:
-    """Hands the signal that has stopped a run to whoever handles it outside: submitit requeues."""
-    if isinstance(interrupt.__cause__, Stopped):
-        signal.raise_signal(interrupt.__cause__.signum)
+    return objective(point, command.objective)
 
 
 # --- the end of a sweep -------------------------------------------------------------------------
 
 
-class Table(Callback):
-    """Ends a sweep: tells its errors and prints its table, whatever launcher and sweeper ran."""
+class EndOfSweep(Callback):
+    """Tells the errors of a sweep and prints its table, after the last run of any launcher.
+
+    conf/train.yaml names it to Hydra.
+    """
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         try:
-            with one_line_errors(program()):
-                sweep = Sweep(Path(config.hydra.sweep.dir))
-                points, errors = sweep.take()
-                status = end(program(), errors)
+            with one_line_errors():
+                notes = Notes(Path(config.hydra.sweep.dir))
+                points, errors = notes.take()
+                for line, _ in errors:
+                    warn(f"{program()}: {line}")
                 if points and config.task is None:
                     from reproduction.studies.conclude import conclude  # imports pandas
 
                     conclude(points)
-                if sweep.path.exists():
-                    say(f"logs and results of Hydra's plugins: {sweep.path}")
-        except Exception:  # of which Hydra would make a warning
+                if notes.path.exists():
+                    say(f"logs and results of Hydra's plugins: {notes.path}")
+        except Exception:  # Hydra would only warn of it
             traceback.print_exc()
             sys.exit(1)
-        if status:
-            sys.exit(status)
+        if errors:
+            sys.exit(max(status for _, status in errors))

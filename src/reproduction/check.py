@@ -11,8 +11,8 @@ from pathlib import Path
 
 from reproduction.config import SOURCES, Config, Dataset, ViT, check_new
 from reproduction.folder import find
-from reproduction.identity import key
-from reproduction.start import Point
+from reproduction.identity import row_hash
+from reproduction.points import Point
 from reproduction.system import UserError, is_first_rank, warn
 
 CLASSES = 10  # of a model whose images are not here
@@ -53,7 +53,7 @@ class Checks:
 
         config, folder = point.config, point.folder
         folder.check(config)
-        if not folder.is_begun():  # what has begun may go on
+        if not folder.is_taken():  # what has begun may go on
             check_new(config)
         if config.resume == "auto":
             for other in find(config):
@@ -69,7 +69,7 @@ class Checks:
         from reproduction.models.build import build_module, tokens_of
         from reproduction.training import run
 
-        setting = f"{key(config, seed=False)} {config.device} {config.compile}"
+        setting = f"{row_hash(config)} {config.device} {config.compile}"
         if setting in self.checked or not is_first_rank():
             return
         self.checked.add(setting)

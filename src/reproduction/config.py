@@ -1,20 +1,22 @@
-"""The typed schema of a run, and its errors in one line. Values live in conf/.
+"""The typed schema of a run, and its errors in one line.
 
-HTM, VTM and manifold mixup are the library's classes, which check themselves.
+Values live in conf/. Defaults here are for saved configurations, which may lack a key. HTM, VTM and
+manifold mixup are the library's classes, which check themselves.
 """
 
 import os
 import re
-from dataclasses import field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
+    StrictBool,
+    StrictInt,
     TypeAdapter,
     ValidationError,
 )
@@ -28,40 +30,48 @@ ROOT = Path(__file__).resolve().parents[2]
 CONF_DIR, TRAIN = ROOT / "conf", ROOT / "train.py"
 SOURCES = "reproduction.data.sources"  # the module that opens the data sets
 STACK = ("mixup", "cutmix", "manifold_mixup", "htm", "vtm")  # in order of application
-FORBID = ConfigDict(extra="forbid")  # shared by all settings classes
 LONGEST_NAME = 200  # bytes; most file systems allow 255
 MOST_WORKERS = 16  # of dataset.workers=auto
+Kind = TypeVar("Kind")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
+def schema(kind: type[Kind]) -> type[Kind]:
+    """Makes a class of settings: each one is checked, and there are no others."""
+    checked: Any = dataclass(config=ConfigDict(extra="forbid"), frozen=True, kw_only=True)
+    return checked(kind)
 
 
 def folder_name(value: str) -> str:
     is_plain = value.isprintable() and value.strip() == value and not set(value) & set("/\\")
-    if not is_plain or value.startswith(".") or not 1 <= len(value.encode()) <= LONGEST_NAME:
+    has_length = 1 <= len(value.encode()) <= LONGEST_NAME
+    if value.startswith(".") or not (is_plain and has_length):
         rule = f"a plain folder name of 1 to {LONGEST_NAME} bytes without slashes or leading dot"
         raise ValueError(f"must be {rule}")
     return value
 
 
-Whole = Annotated[int, Field(strict=True, ge=0)]
-Count = Annotated[int, Field(strict=True, ge=1)]
+Whole = Annotated[StrictInt, Field(ge=0)]
+Count = Annotated[StrictInt, Field(ge=1)]
 # Bounds: far above any sensible value, but low enough to fail before memory runs out.
-Size = Annotated[int, Field(strict=True, ge=1, le=2**16)]
-Blocks = Annotated[int, Field(strict=True, ge=1, le=512)]
-Workers = Annotated[int, Field(strict=True, ge=0, le=1024)] | Literal["auto"]
-Amount = Annotated[float, Field(strict=True, ge=0, le=LARGEST, allow_inf_nan=False)]
-Positive = Annotated[float, Field(strict=True, gt=0, le=LARGEST, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
-Rate = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
-Share = Annotated[float, Field(strict=True, gt=0, le=1)]
-Flag = Annotated[bool, Field(strict=True)]
-Compile = Flag | Literal["cuda-graph"]
+Size = Annotated[StrictInt, Field(ge=1, le=2**16)]
+Blocks = Annotated[StrictInt, Field(ge=1, le=512)]
+Workers = Annotated[StrictInt, Field(ge=0, le=1024)] | Literal["auto"]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Amount = Annotated[Number, Field(ge=0, le=LARGEST)]
+Positive = Annotated[Number, Field(gt=0, le=LARGEST)]
+Fraction = Annotated[Number, Field(ge=0, le=1)]
+Rate = Annotated[Number, Field(ge=0, lt=1)]  # below 1
+Part = Annotated[Number, Field(gt=0, le=1)]  # above 0
+Compile = StrictBool | Literal["cuda-graph"]
 Channels = Annotated[list[Amount], Field(min_length=3, max_length=3)]
 Deviations = Annotated[list[Positive], Field(min_length=3, max_length=3)]
-Range = Annotated[list[Share], Field(min_length=2, max_length=2)]
+Range = Annotated[list[Part], Field(min_length=2, max_length=2)]
 FolderName = Annotated[str, AfterValidator(folder_name)]
 PathName = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 
 
-@dataclass(config=FORBID, frozen=True, kw_only=True)
+@schema
 class Model:
     """Settings shared by all models."""
 
@@ -70,19 +80,19 @@ class Model:
     weights: PathName | None
 
 
-@dataclass(config=FORBID, frozen=True, kw_only=True)
+@schema
 class Transformer(Model):
     """A plain sequence of blocks that supports HTM and VTM, with their default layers."""
 
     depth: Blocks
     attn_drop: Rate
     drop_path: Rate
-    checkpoint_blocks: Flag = False
+    checkpoint_blocks: StrictBool = False
     htm_layer: Whole
     vtm_layer: Whole
 
 
-@dataclass(config=FORBID, frozen=True, kw_only=True)
+@schema
 class CCT(Transformer):
     """A compact transformer (Hassani et al., 2021).
 
@@ -104,7 +114,7 @@ class CCT(Transformer):
             raise ValueError(f"{both}: must set exactly one, the other must be null")
 
 
-@dataclass(config=FORBID, frozen=True, kw_only=True)
+@schema
 class ViT(Transformer):
     """A vision transformer from timm; `architecture` is its timm name.
 
@@ -120,7 +130,7 @@ class ViT(Transformer):
     mlp_drop_rate: Rate | None
 
 
-@dataclass(config=FORBID, frozen=True, kw_only=True)
+@schema
 class Library(Model):
     """Any other model from timm or torchvision; `architecture` is its name in that package."""
 
@@ -134,7 +144,7 @@ class Library(Model):
 AnyModel = CCT | ViT | Library
 
 
-@dataclass(config=FORBID, frozen=True, kw_only=True)
+@schema
 class Dataset:
     """A data set, its normalisation statistics and loading options.
 
@@ -154,7 +164,7 @@ class Dataset:
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-@dataclass(config=FORBID, frozen=True, kw_only=True)
+@schema
 class InputMix:
     """Input mixup or CutMix. With both, a fair coin picks one of them for each batch."""
 
@@ -162,7 +172,7 @@ class InputMix:
     prob: Fraction
 
 
-@dataclass(config=FORBID, frozen=True, kw_only=True)
+@schema
 class Augmentation:
     """The augmentation stack; None disables a component.
 
@@ -183,7 +193,7 @@ class Augmentation:
         return [name for name in STACK if getattr(self, name) is not None]
 
 
-@dataclass(config=FORBID, frozen=True, kw_only=True)
+@schema
 class Transforms:
     """Settings of timm's image transforms. Scale [1, 1] keeps a square image uncropped."""
 
@@ -194,10 +204,10 @@ class Transforms:
     auto_augment: str | None
     erasing_prob: Fraction
     erasing_mode: Literal["const", "rand", "pixel"]
-    eval_crop_pct: Share
+    eval_crop_pct: Part
 
 
-@dataclass(config=FORBID, frozen=True, kw_only=True)
+@schema
 class Recipe:
     """Optimiser, schedule, precision and image transforms."""
 
@@ -222,7 +232,7 @@ class Recipe:
     transforms: Transforms
 
 
-@dataclass(config=FORBID, frozen=True, kw_only=True)
+@schema
 class Checkpoint:
     """How often to save besides the end of the run.
 
@@ -233,11 +243,11 @@ class Checkpoint:
     every_minutes: Positive | None = 10.0
 
 
-@dataclass(config=FORBID, frozen=True, kw_only=True)
+@schema
 class Config:
     """The complete configuration of a run."""
 
-    seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)]
+    seed: Annotated[StrictInt, Field(ge=0, lt=2**32)]
     device: Literal["auto", "cpu", "cuda"] = "auto"
     devices: Size
     compile: Compile = False
@@ -250,18 +260,21 @@ class Config:
     recipe: Recipe
     checkpoint: Checkpoint = Checkpoint()  # unused by eval.py
     # what receives the lines of metrics.jsonl too, with settings of its own
-    logger: dict[Literal["wandb", "tensorboard"], dict[str, Any] | None] = field(
+    logger: dict[Literal["wandb", "tensorboard"], dict[str, Any] | None] = Field(
         default_factory=dict
     )
 
     def __post_init__(self) -> None:
-        stack, model = self.augmentation, self.model
-        if self.compile == "cuda-graph":
-            is_gradient = stack.htm is not None and stack.htm.detector == "gradient"
-            changes = stack.manifold_mixup is not None or getattr(model, "checkpoint_blocks", False)
-            if self.devices > 1 or is_gradient or changes:
-                needs = "needs devices=1, no manifold_mixup, no htm.detector=gradient and no"
-                raise ValueError(f"compile=cuda-graph: {needs} model.checkpoint_blocks")
+        htm = self.augmentation.htm
+        cannot_be_captured = (
+            self.devices > 1
+            or self.augmentation.manifold_mixup is not None
+            or (htm is not None and htm.detector == "gradient")
+            or getattr(self.model, "checkpoint_blocks", False)
+        )
+        if self.compile == "cuda-graph" and cannot_be_captured:
+            needs = "needs devices=1, no manifold_mixup, no htm.detector=gradient and no"
+            raise ValueError(f"compile=cuda-graph: {needs} model.checkpoint_blocks")
 
     @property
     def workers(self) -> int:
@@ -270,40 +283,81 @@ class Config:
             return self.dataset.workers
         return max(1, min(MOST_WORKERS, usable_cores() // local_ranks(self.devices)))
 
+    @property
+    def how_to_continue(self) -> str:
+        """How the user continues after a stop."""
+        if self.resume == "auto":
+            return "repeat the command to continue"
+        return "repeat the command with resume=auto to continue"
+
+
+@schema
+class StudyWords:
+    """What the sweeper of studies is told: conf/hydra/sweeper/study.yaml."""
+
+    study: str
+    seeds: Count | None
+    scale: Literal["full", "smoke"]
+
+
+@schema
+class Command:
+    """The other keys of train.py: how runs are run and named, and what a sweeper is told of one."""
+
+    jobs: Count | None
+    task: Whole | None
+    dry_run: bool
+    row: str | None
+    objective: Literal["val_top1", "val_top5", "val_loss"]
+
+    def refuse(self, *names: str, reason: str) -> None:
+        """Raises UserError for each of these that is set."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value is not False:
+                raise UserError(f"{name}={value}: {reason}")
+
 
 def check_new(config: Config) -> None:
-    """Raises UserError for values that the schema reads of saved runs, and that no new one has."""
+    """Raises UserError for what a saved run may hold, and a new one may not."""
     recipe = config.recipe
-    for name, values in (("mean", config.dataset.mean), ("std", config.dataset.std)):
+    for name in ("mean", "std"):
+        values = getattr(config.dataset, name)
         if max(values) > 1:
-            shares = [round(value / 255, 4) for value in values]
-            rule = f"must be of pixels in 0..1, perhaps {shares}"
+            scaled = [round(value / 255, 4) for value in values]
+            rule = f"must be of pixels in 0..1, perhaps {scaled}"
             raise UserError(f"dataset.{name}={values}: {rule}")
     if recipe.warmup_epochs > recipe.epochs:
         rule = f"must be at most recipe.epochs={recipe.epochs}, or the rate never arrives"
         raise UserError(f"recipe.warmup_epochs={recipe.warmup_epochs}: {rule}")
 
 
-# parts of the place of an error that are no keys: tags and members of unions
-UNIONS = re.compile(r"cct|vit|library|int|bool|.*\W.*")
+# Of the place of an error these are no keys: families of models, types of a union, and what
+# pydantic calls its own steps, such as `function-after[...]`.
+NO_KEY = re.compile(r"cct|vit|library|int|bool|.*\W.*")
 
 
-def parse(raw: Any) -> Config:
-    """Returns plain values as the schema types them; UserError names each bad key."""
+def validated(kind: type[Kind], raw: Any) -> Kind:
+    """Returns plain values as a class of settings types them; UserError names each bad key."""
     try:
-        return TypeAdapter(Config).validate_python(raw)
+        return TypeAdapter(kind).validate_python(raw)
     except ValidationError as error:
-        raise UserError("; ".join(line_of(x) for x in error.errors())) from None
+        raise UserError("; ".join(_told(mistake) for mistake in error.errors())) from None
 
 
-def line_of(error: Any) -> str:
-    """Says of one error of pydantic: `key=value: what is allowed`."""
-    key = ".".join(str(x) for x in error["loc"] if not UNIONS.fullmatch(str(x)))
-    text = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "missing":
+def _told(mistake: Any) -> str:
+    """Says of one of pydantic's errors: `key=value: what is allowed`.
+
+    A message of ours that does not begin with `must` names its keys itself.
+    """
+    key = ".".join(str(x) for x in mistake["loc"] if not NO_KEY.fullmatch(str(x)))
+    text = mistake["msg"].removeprefix("Value error, ")
+    if mistake["type"] == "missing":
         return f"{key}: no value is set"
-    if error["type"] == "value_error" and not text.startswith("must"):  # names its key
-        return f"augmentation.{text}" if key.startswith("augmentation.") else text
-    if error["type"] == "unexpected_keyword_argument":
+    if mistake["type"] == "value_error" and not text.startswith("must"):
+        if key.startswith("augmentation."):
+            return f"augmentation.{text}"  # of the library, which knows no group
+        return text
+    if mistake["type"] == "unexpected_keyword_argument":
         text = "unknown key"
-    return f"{key}={in_one_line(str(error['input']), 200)}: {text}"
+    return f"{key}={in_one_line(str(mistake['input']), 200)}: {text}"

@@ -14,10 +14,12 @@ import fcntl
 import json
 import os
 import socket
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from reproduction.config import Config
-from reproduction.identity import changes, key, saved
+from reproduction.identity import changes, run_hash, saved
 from reproduction.system import (
     UserError,
     flush,
@@ -54,13 +56,13 @@ class RunFolder:
 
     @classmethod
     def of(cls, config: Config) -> "RunFolder":
-        assert config.name is not None, "start.point() sets the name"
+        assert config.name is not None, "points.point() sets the name"
         return cls(Path(config.output_root, config.name))
 
     # What is here
 
     def is_run(self) -> bool:
-        """Whether this is a run, or may be one: a folder that another user has closed."""
+        """Whether this is a run, or may be one: a folder that may not be read."""
         try:
             self.config_path.stat()
         except PermissionError:
@@ -76,7 +78,7 @@ class RunFolder:
         place = next(x for x in self.path.absolute().parents if os.path.lexists(x))
         if not place.is_dir():
             raise UserError(f"output_root={config.output_root}: {place} is no folder")
-        if not self.is_begun():
+        if not self.is_taken():
             return
         if config.resume != "auto":
             advice = "resume it with resume=auto or choose another name"
@@ -86,10 +88,10 @@ class RunFolder:
             reason = f"{self.path} holds another run, this one has {others}"
             raise UserError(f"name={config.name}: {reason}")
 
-    def is_begun(self) -> bool:
-        """Whether anything is here: an empty folder is no run.
+    def is_taken(self) -> bool:
+        """Whether this path holds a run, or files that are not ours.
 
-        Nor is that of a process that was killed before it wrote the configuration.
+        An empty folder is free, as is one with a lock alone: its process was killed early.
         """
         if not os.path.lexists(self.path):
             return False
@@ -101,12 +103,14 @@ class RunFolder:
         """Raises UserError if the run has begun on other data than those of the record `now`."""
         if not (self.is_finished() or self.checkpoints()):
             return  # nothing was learnt from them
-        gaps = []
-        for name, then in (self.read_summary().get("data") or {}).items():
-            if name in now and now[name] != then:
-                gaps.append(f"{then} then, {now[name]} now")
-        if gaps:
-            reason = f"{self.path} was trained on other data: {', '.join(gaps)}"
+        then = self.read_summary().get("data") or {}
+        others = [
+            f"{then[name]} then, {now[name]} now"
+            for name in then
+            if name in now and now[name] != then[name]
+        ]
+        if others:
+            reason = f"{self.path} was trained on other data: {', '.join(others)}"
             advice = "choose another output_root, or move that folder away"
             raise UserError(f"name={self.path.name}: {reason}; {advice}")
 
@@ -126,7 +130,9 @@ class RunFolder:
             return "running"
         if status == "failed":
             return "failed"
-        return "interrupted" if self.config_path.exists() else "not started"
+        if self.config_path.exists():
+            return "interrupted"
+        return "not started"
 
     def is_locked(self) -> bool:
         """Whether a process trains this run. To ask, it is enough that the lock can be read."""
@@ -148,11 +154,12 @@ class RunFolder:
 
         Raises UserError if there are none.
         """
-        best = [self.best_path] if self.best_path.exists() else []
-        files = {"last": self.checkpoints(), "best": best}
+        files = {"last": self.checkpoints()}
+        if self.best_path.exists():
+            files["best"] = [self.best_path]
         if not files.get(which):
-            held = [name for name, found in files.items() if found]
-            reason = f"must be last or best; it holds {' and '.join(held) or 'neither'}"
+            held = " or ".join(name for name in files if files[name])
+            reason = f"must be {held}" if held else "there are none yet"
             raise UserError(f"run={self.path} weights={which}: {reason}")
         return files[which]
 
@@ -170,7 +177,7 @@ class RunFolder:
             raw = self._rescued("config", error)
             if not raw:
                 raise
-        with _named(self.config_path):  # also for a setting that is gone
+        with _named(self.config_path):  # saved() refuses a setting that is gone
             return saved(raw)
 
     def read_summary(self) -> dict[str, Any]:
@@ -182,7 +189,7 @@ class RunFolder:
                 return {**json.loads(self.summary_path.read_text())}
         except UserError as error:
             if self.best_path.exists() and not self.checkpoints():
-                raise  # the weights of a run that may be finished
+                raise  # the run may be finished, and so must not begin again
             return self._rescued("summary", error)
 
     def _rescued(self, entry: str, error: UserError) -> dict[str, Any]:
@@ -236,12 +243,8 @@ class RunFolder:
     def _usable_metrics(self, recorded: int) -> int:
         """Returns the bytes of whole lines among the recorded ones; warns if some are lost."""
         with self.metrics_path.open("rb") as file:
-            content = file.read(recorded)
-        size = 0
-        for line in content.splitlines(keepends=True):
-            if not _is_whole(line):
-                break
-            size += len(line)
+            lines = file.read(recorded).splitlines(keepends=True)
+        size = sum(map(len, takewhile(_is_whole, lines)))
         if size < recorded:
             lost = f"{recorded - size:,} of {recorded:,} bytes are lost"
             _warn_once(f"{self.metrics_path}: {lost}; the weights and the results are not")
@@ -276,7 +279,8 @@ class RunFolder:
     def remove_left_over(self) -> None:
         """Removes the temporary files of processes that are gone.
 
-        Those of the files of training are: they wrote them under the lock, on any machine.
+        Who wrote a checkpoint, the configuration or the summary held the lock, which is ours now;
+        so that process is gone, on whatever machine. Other files are written without the lock.
         """
         gone = [*self.last_path.parent.glob(".*.tmp")]
         for path in (self.config_path, self.summary_path):
@@ -286,11 +290,15 @@ class RunFolder:
             temporary.unlink(missing_ok=True)
 
 
-YAML_BEGIN, YAML_END = "---\n", "...\n"  # which a file has that was cut short, and has not
+YAML_BEGIN = "---\n"
+YAML_END = "...\n"  # a file that was cut short has the beginning, and not the end
 
 
 def _whole_yaml(text: str) -> dict[str, Any]:
-    """Reads a mapping. ValueError if the text is cut short; earlier revisions wrote no marks."""
+    """Reads a mapping. ValueError for a text that is cut short.
+
+    The files of earlier revisions have neither beginning nor end.
+    """
     if text.startswith(YAML_BEGIN) and not text.endswith(YAML_END):
         raise ValueError("is cut short")
     content = yaml.safe_load(text)
@@ -309,10 +317,10 @@ def _is_whole(line: bytes) -> bool:
 
 
 @lru_cache(maxsize=16)
-def _in_checkpoint(checkpoints: tuple[Path, ...], changed: int) -> dict[str, Any]:
+def _in_checkpoint(checkpoints: tuple[Path, ...], mtime: int) -> dict[str, Any]:
     """Returns the `config` and `summary` of the newest readable checkpoint, if it holds them.
 
-    `changed` is the time of the newest: another one is read anew.
+    `mtime`, of the newest, is for the cache alone: what has changed is read anew.
     """
     from reproduction.models.weights import read_newest  # imports torch
 
@@ -337,40 +345,40 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def find(config: Config) -> list[RunFolder]:
-    """Returns the folders beside each other that hold this run, the one to go on with first.
+    """Returns the folders of output_root that hold this run, the one to go on with first.
 
-    That is a finished one, else the longest; of equal ones the original, as the summary of a copy
-    has another name. A folder that is not readable is left out: train.py reports it if it is named.
+    A folder that cannot be read is left out: train.py reports it if it is named.
     """
-    root, identity = Path(config.output_root), key(config)
-    changed = root.stat().st_mtime_ns if root.is_dir() else 0
-    found = [RunFolder(root / name) for name, x in _keys(root, changed) if x == identity]
-    if len(found) > 1:
-        found.sort(key=_progress, reverse=True)
-    return found
+    root = Path(config.output_root)
+    mtime = root.stat().st_mtime_ns if root.is_dir() else 0
+    return sorted(_runs(root, mtime)[run_hash(config)], key=_progress, reverse=True)
 
 
-def _progress(run: RunFolder) -> tuple[bool, int, bool]:
-    """How far a run is, for `find`; a damaged one is behind the others."""
+def _progress(folder: RunFolder) -> tuple[bool, int, bool]:
+    """How far a run is: finished, then with the most metrics, then the original of a copy.
+
+    The summary of a copy has the name of its original. A damaged run is behind the others.
+    """
     try:
-        summary = run.read_summary()
+        summary = folder.read_summary()
     except UserError:
         return False, 0, False
-    is_original = summary.get("name") == run.path.name
-    return summary.get("status") == "finished", run.metrics_size(), is_original
+    is_original = summary.get("name") == folder.path.name
+    return summary.get("status") == "finished", folder.metrics_size(), is_original
 
 
 @lru_cache(maxsize=1)
-def _keys(root: Path, changed: int) -> list[tuple[str, str]]:
-    """Returns (name, key) of each run under `root`; read once for all points of a sweep.
+def _runs(root: Path, mtime: int) -> defaultdict[str, list[RunFolder]]:
+    """Returns the runs in a folder by their hash; read once for all points of a sweep.
 
-    `changed` is the time of the folder: with another run it is read anew.
+    `mtime`, of the folder, is for the cache alone: with another run in it, it is read anew.
     """
-    keys = []
+    runs = defaultdict[str, list[RunFolder]](list)
     for path in sorted(root.glob("*/config.yaml")):
+        folder = RunFolder(path.parent)
         with suppress(UserError):
-            keys.append((path.parent.name, key(RunFolder(path.parent).read_config())))
-    return keys
+            runs[run_hash(folder.read_config())].append(folder)
+    return runs
 
 
 # --- lock ---------------------------------------------------------------------------------------
@@ -404,7 +412,8 @@ def hold(folder: RunFolder) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):  # the folder is gone, or the one above holds other runs
-            if [*folder.path.iterdir()] == [path]:  # beside other files it marks a folder of ours
+            holds_only_the_lock = [*folder.path.iterdir()] == [path]
+            if holds_only_the_lock:  # beside other files, it says that the folder is ours
                 path.unlink()
                 folder.path.rmdir()
                 folder.path.parent.rmdir()

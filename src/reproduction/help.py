@@ -7,21 +7,20 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from reproduction.config import CONF_DIR, Config
+from reproduction.config import CONF_DIR, Command, Config
 from reproduction.identity import flat
 from tokenmixup import HTM, VTM, ManifoldMixup
 from tokenmixup.settings import allowed_of
 
 GROUPS = ("model", "dataset", "augmentation", "recipe", "logger", "experiment")
-OF_COMMAND = {  # keys of train.py that are no settings of a run
-    "jobs": "integer >= 1 or null",
-    "task": "integer >= 0 or null",
-    "dry_run": "boolean",
-    "row": "string or null",
-    "objective": "val_top1, val_top5, val_loss",
+TEXT = "string"  # with which `allowed` begins for a key that takes a text
+BOUNDS = {
+    "minimum": ">=",
+    "exclusiveMinimum": ">",
+    "maximum": "<=",
+    "exclusiveMaximum": "<",
+    "minItems": "of",
 }
-BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-BOUNDS |= {"minItems": "of"}
 
 
 def options_of(group: str) -> list[str]:
@@ -32,21 +31,28 @@ def options_of(group: str) -> list[str]:
 
 def help_text(config: Config) -> str:
     """Says which options the groups have, and what is allowed for each key, with its value."""
-    values, texts = dict(flat(asdict(config))), OF_COMMAND | allowed(config.model.family)
+    values = dict(flat(asdict(config)))
+    texts = allowed(config.model.family)
     width = max(map(len, texts))
     lines = ["Options of groups (files of conf/, whose comments say what the keys mean)"]
     lines += [f"  {group}: {', '.join(options_of(group))}" for group in GROUPS]
     lines += ["", "Allowed values, in brackets what these words give"]
     for name, text in texts.items():
-        lines.append(f"{name:{width}}  {text}" + f" [{values.get(name)}]" * (name in values))
+        line = f"{name:{width}}  {text}"
+        if name in values:
+            line += f" [{values[name]}]"
+        lines.append(line)
     return "\n".join(lines)
 
 
 @lru_cache
 def allowed(family: str = "") -> dict[str, str]:
     """Returns what the schema allows for each key; of the models' keys, those of a family."""
-    schema = TypeAdapter(Config).json_schema()
-    return dict(_allowed(schema, schema["$defs"], family, ""))
+    found: dict[str, str] = {}
+    for kind in (Command, Config):
+        schema = TypeAdapter(kind).json_schema()
+        found |= _allowed(schema, schema.get("$defs"), family, "")
+    return found
 
 
 def _allowed(group: Any, groups: Any, family: str, prefix: str) -> Iterator[tuple[str, str]]:
@@ -59,8 +65,8 @@ def _allowed(group: Any, groups: Any, family: str, prefix: str) -> Iterator[tupl
         parts = value.get("anyOf") or value.get("oneOf") or [value]
         inner = [groups[x["$ref"].rpartition("/")[2]] for x in parts if "$ref" in x]
         for each in inner:
-            of = each["properties"].get("family", {}).get("const")
-            if not (of and family) or of == family:
+            of = each["properties"].get("family", {}).get("const", family)
+            if family in ("", of):
                 yield from _allowed(each, groups, family, f"{prefix}{name}.")
         if not inner:
             yield prefix + name, " or ".join(map(_type, parts))
@@ -68,6 +74,9 @@ def _allowed(group: Any, groups: Any, family: str, prefix: str) -> Iterator[tupl
 
 def _type(value: dict[str, Any]) -> str:
     """Describes one type of a JSON schema by its own words."""
-    choices = value.get("enum") or [value["const"]] if {"enum", "const"} & {*value} else []
-    bounds = [f"{BOUNDS[key]} {x}" for key, x in value.items() if key in BOUNDS]
-    return ", ".join(map(str, choices)) or " ".join([value["type"], *bounds])
+    if "const" in value:
+        return str(value["const"])
+    if "enum" in value:
+        return ", ".join(value["enum"])
+    bounds = [f"{BOUNDS[name]} {x}" for name, x in value.items() if name in BOUNDS]
+    return " ".join([value["type"], *bounds])

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from reproduction.config import SOURCES, Config, parse
+from reproduction.config import SOURCES, Config, validated
 
 # Keys that do not change a result, and so not the identity of a run.
 NOT_RESULT = (
@@ -23,7 +23,7 @@ NOT_RESULT = (
     "recipe.log_every",
 )
 FIXED = ("digits", "cifar10", "cifar100", "imagenet1k")  # data sets whose images are known
-PATHS = ("dataset.root", "model.weights")  # count as typed: a project may be moved
+PATHS = ("dataset.root", "model.weights")  # relative ones stay so: a project may be moved
 
 # --- saved configurations -----------------------------------------------------------------------
 
@@ -61,12 +61,12 @@ def saved(raw: Mapping[str, Any]) -> Config:
         if held is not None and value not in held:
             raise ValueError(f"{key}={value}: was a setting of an earlier revision, and is gone")
     for key, value in FIRST_DEFAULTS.items():
-        group = key.rpartition(".")[0]
+        group, _, _ = key.rpartition(".")
         if any(name.startswith(f"{group}.") for name in values):
             values.setdefault(key, value)
-    if values.get("dataset.source") is None:  # once named for own data alone
+    if values.get("dataset.source") is None:  # was set for data of one's own alone
         values["dataset.source"] = f"{SOURCES}:{values['dataset.name']}"
-    return parse(nested(values))
+    return validated(Config, nested(values))
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -103,39 +103,45 @@ def settings(config: Config) -> dict[str, Any]:
 
     The folder of a fixed data set is not among them, as its images may be moved.
     """
-    is_fixed = config.dataset.name in FIXED
-    counted = {}
-    for name, value in flat(asdict(config)):
-        if not changes_result(name) or (is_fixed and name == "dataset.root"):
-            continue
-        counted[name] = value
-        if name in PATHS and value is not None:
-            counted[name] = os.path.normpath(value)  # `data/x/` is `data/x`
+    counted = {key: value for key, value in flat(asdict(config)) if changes_result(key)}
+    if config.dataset.name in FIXED:
+        del counted["dataset.root"]
+    for key in PATHS:
+        if counted.get(key) is not None:
+            counted[key] = os.path.normpath(counted[key])  # `data/x/` is `data/x`
     return counted
 
 
-def evaluated(config: Config) -> dict[str, Any]:
+def settings_of_evaluation(config: Config) -> dict[str, Any]:
     """Returns the settings that the result of evaluating weights depends on."""
     parts = ("model.", "dataset.", "recipe.precision")
-    return {name: value for name, value in settings(config).items() if name.startswith(parts)}
+    return {key: value for key, value in settings(config).items() if key.startswith(parts)}
 
 
 def digest(value: Any) -> str:
-    """Returns 8 hex digits over the JSON of a value."""
+    """Returns 8 hex digits over the JSON of a value: its hash."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def key(config: Config, seed: bool = True) -> str:
-    """Returns 8 hex digits over `settings`; without the seed, those that all seeds share."""
+def run_hash(config: Config) -> str:
+    """Returns the hash of the settings: two runs with the same one are the same run."""
+    return digest(settings(config))
+
+
+def row_hash(config: Config) -> str:
+    """Returns the hash of the settings but for the seed, which the runs of all seeds share."""
     counted = settings(config)
-    if not seed:
-        del counted["seed"]
+    del counted["seed"]
     return digest(counted)
 
 
-def mark(config: Config) -> str:
-    """Returns the 8 hex digits of a folder's name, which count what they have always counted."""
-    counted = {**settings(config), "recipe.log_every": config.recipe.log_every}
+def name_hash(config: Config) -> str:
+    """Returns the hash that ends the name of a folder.
+
+    Not `run_hash`: the names of earlier revisions, which stay, count these two settings as well.
+    """
+    counted = settings(config)
+    counted["recipe.log_every"] = config.recipe.log_every
     if config.augmentation.cutmix is not None:
         counted["augmentation.cutmix.labels"] = "area"  # a key that is gone
     return digest(counted)
@@ -143,22 +149,20 @@ def mark(config: Config) -> str:
 
 def changes(ours: Config, theirs: Config) -> list[str]:
     """Returns `key=ours instead of theirs` for each setting that distinguishes two runs."""
-    one, other = settings(ours), settings(theirs)
+    one = settings(ours)
+    other = settings(theirs)
     return [
-        f"{name}={one.get(name)} instead of {other.get(name)}"
-        for name in sorted({*one, *other})
-        if one.get(name) != other.get(name)
+        f"{key}={one.get(key)} instead of {other.get(key)}"
+        for key in sorted(one | other)
+        if one.get(key) != other.get(key)
     ]
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class RowId:
-    """What identifies a row of a table, whatever its text.
-
-    A row has the name that its `study` gives it, and in a sweep a `point`: swept keys and values.
-    """
+    """What identifies a row of a table, whatever its text."""
 
     study: str = ""  # as typed: table1, or the path of a file
-    row: str = ""
-    point: tuple[tuple[str, str], ...] = ()
+    row: str = ""  # its name in the study
+    swept: tuple[tuple[str, str], ...] = ()  # keys and values, of a row that is a sweep
     column: str = ""

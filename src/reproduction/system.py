@@ -1,4 +1,4 @@
-"""What all rooms use: errors, output, files, ranks and hardware."""
+"""What all modules use: errors, output, files, ranks and hardware."""
 
 import argparse
 import ctypes
@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Literal, NoReturn, TextIO, TypeVar
 
@@ -28,8 +29,8 @@ LONGEST_LINE = 2000  # characters
 
 def in_one_line(text: str, longest: int = LONGEST_LINE) -> str:
     """Joins `text` into one line of bounded length, with `?` for unprintable characters."""
-    shown = [x if x.isprintable() or x.isspace() else "?" for x in text]
-    line = " ".join("".join(shown).split())
+    line = " ".join(text.split())
+    line = "".join(x if x.isprintable() else "?" for x in line)
     if len(line) > longest:
         line = f"{line[: longest - 3]}..."
     return line
@@ -51,16 +52,26 @@ def reason_of(error: OSError) -> str:
 class OneLineError(Exception):
     """An error whose message is always one line."""
 
+    status = 1  # of a program that ends with it
+
     def __init__(self, text: object = ""):
         super().__init__(in_one_line(str(text)))
 
 
 class UserError(OneLineError):
-    """A mistake, exit status 2: `key=value: what is wrong; what is allowed`."""
+    """A mistake: `key=value: what is wrong; what is allowed`."""
+
+    status = 2
 
 
 class PlainError(OneLineError):
-    """A failure, exit status 1. The line is sufficient, or a traceback was printed before."""
+    """A failure. The line is sufficient, or a traceback was printed before."""
+
+
+class Interrupted(OneLineError):
+    """A sweep was stopped by a signal."""
+
+    status = 130
 
 
 class RankFailed(PlainError):
@@ -75,24 +86,27 @@ class Stopped(KeyboardInterrupt):
         self.signum = signum
 
 
+def program() -> str:
+    """The name of the program that runs, with which its lines of errors begin."""
+    return Path(sys.argv[0]).name
+
+
 @contextmanager
-def one_line_errors(program: str) -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
     """Ends a program with one line: status 2 for a mistake, 1 for a failure, 130 for Ctrl-C."""
     hide_warnings()
     try:
         yield
-        say("", end="")  # what print() has left; nobody may read it
+        say("", end="")  # flushes what print() has left, also into a closed pipe
         return
-    except UserError as error:
-        status, line = 2, str(error)
+    except OneLineError as error:
+        status, line = error.status, str(error)
     except OSError as error:
         status, line = 2, in_one_line(reason_of(error))
-    except PlainError as error:
-        status, line = 1, str(error)
     except KeyboardInterrupt as interrupt:
         status, line = 130, str(interrupt) or "interrupted"
     if is_first_rank():
-        warn(f"{program}: {line}")
+        warn(f"{program()}: {line}")
     sys.exit(status)
 
 
@@ -136,7 +150,7 @@ def progress(items: Iterable[Item], task: str, total: int, done: int = 0) -> Ite
         initial=done,
         leave=False,
         file=sys.stdout,
-        disable=None if is_first_rank() else True,  # None: unless it is a terminal
+        disable=None if is_first_rank() else True,  # None: shown on a terminal alone
     )
 
 
@@ -173,7 +187,7 @@ def replacing(path: Path) -> Iterator[Path]:
     After a loss of power `path` is the old file or the new one. Processes that write the same
     file do not disturb each other: the last one counts.
     """
-    temporary = path.with_name(f".{path.name}.{_writer()}.tmp")
+    temporary = path.with_name(f".{path.name}.{_host()}-{os.getpid()}.tmp")
     try:
         yield temporary
         flush(temporary)
@@ -201,19 +215,17 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _writer() -> str:
-    """Names this process in the names of its temporary files."""
-    return f"{socket.gethostname().replace('.', '-')}-{os.getpid()}"
+def _host() -> str:
+    return socket.gethostname().replace(".", "-")
 
 
 def is_left_over(temporary: Path) -> bool:
-    """Whether the process that began to write a temporary file is gone from this machine."""
-    host, _, process = temporary.name.split(".")[-2].rpartition("-")
-    is_ours = host == _writer().rpartition("-")[0]
-    if not (is_ours and process.isdecimal()):
+    """Whether the process of this machine that began to write a temporary file is gone."""
+    name = re.fullmatch(r"\..+\.(.+)-(\d+)\.tmp", temporary.name)  # as `replacing` gives it
+    if name is None or name[1] != _host():
         return False
     try:
-        os.kill(int(process), 0)  # sends nothing
+        os.kill(int(name[2]), 0)  # sends nothing
     except ProcessLookupError:
         return True
     except PermissionError:  # of another user
@@ -269,21 +281,17 @@ def hardware_name(device: str) -> str:
 
 
 def git_revision() -> str | None:
-    """The commit of this code, with `-dirty` if files have changed; None if it is in none."""
+    """The commit of this code, with `-dirty` if files have changed; None outside a repository."""
     here = Path(__file__)
+    git = partial(subprocess.run, cwd=here.parent, capture_output=True, text=True, check=True)
     try:
         # an installed package may lie in the repository of another project
-        _git(here.parent, "ls-files", "--error-unmatch", here.name)
-        return _git(here.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+        git(["git", "ls-files", "--error-unmatch", here.name])
+        return git(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _git(folder: Path, *words: str) -> str:
-    command = ["git", *words]
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=True
-    ).stdout.strip()
 
 
 def keep_freed_memory() -> None:

@@ -7,24 +7,19 @@ import re
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import (
-    ChoiceSweep,
-    Override,
-    OverrideType,
-    Quote,
-    QuotedString,
-)
+from hydra.core.override_parser.types import ChoiceSweep, Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from reproduction.help import allowed, options_of
+from reproduction.help import GROUPS, TEXT, allowed, options_of
 from reproduction.system import OneLineError, UserError
 
 # --- command lines ------------------------------------------------------------------------------
@@ -42,7 +37,7 @@ def readable(word: str) -> str:
     """
     key, equals, value = word.partition("=")
     key = key.strip()
-    takes_text = allowed().get(key.lstrip("+"), "").startswith("string")
+    takes_text = allowed().get(key.lstrip("+"), "").startswith(TEXT)
     quoted = f"{key}={_quoted(value, takes_text)}" if equals else key
     if parsed(quoted) is None:
         raise UserError(f"{word}: must be key=value, with a key of train.py --help")
@@ -71,7 +66,8 @@ def _quoted(text: str, takes_text: bool) -> str:
     elements = [*_elements(text)]
     if len(elements) > 1:
         return ",".join(_quoted(element, takes_text) for element in elements)
-    if nested := NESTED.fullmatch(text):
+    nested = NESTED.fullmatch(text)
+    if nested is not None:
         start, inner, end = nested.groups()
         whole = f"{start}{_quoted(inner, takes_text)}{end}"
         if _is_read(whole, takes_text):
@@ -94,8 +90,9 @@ def _elements(text: str) -> Iterator[str]:
     for part in text.split(","):
         begun.append(part)
         element = ",".join(begun).strip()
-        is_open = element[:1] in ("'", '"') and element[-1:] != element[0]
-        if not is_open and all(element.count(a) == element.count(b) for a, b in PAIRS):
+        is_in_quotes = element[:1] in ("'", '"') and element[-1:] != element[0]
+        has_pairs = all(element.count(start) == element.count(end) for start, end in PAIRS)
+        if has_pairs and not is_in_quotes:
             yield element
             begun.clear()
     if begun:
@@ -109,7 +106,7 @@ def text_of(word: str) -> str:
     return value if isinstance(value, str) else word.partition("=")[2].strip()
 
 
-def merged(tree: Any, words: Sequence[str]) -> Any:
+def with_words(tree: Any, words: Sequence[str]) -> Any:
     """Returns plain nested values with those of words in their place; UserError for a sweep."""
     result = OmegaConf.create(tree)
     for word in words:
@@ -124,12 +121,9 @@ def key_of(word: str) -> str:
     return word.lstrip("+~").partition("=")[0]
 
 
-def is_number(word: str) -> bool:
-    """Whether a word sets a key that exists to an integer."""
-    override = parsed(word)
-    if override is None or override.type != OverrideType.CHANGE:
-        return False
-    return type(override.value()) is int
+def last_part(key: str) -> str:
+    """Returns what names a setting where its group is known: of recipe.lr it is lr."""
+    return key.rpartition(".")[2]
 
 
 # --- errors -------------------------------------------------------------------------------------
@@ -145,7 +139,7 @@ def hydra_errors(*words: str) -> Iterator[None]:
     except Exception as error:
         if not _is_hydras(error):
             raise
-        raise UserError(_line_of(error, words)) from error
+        raise UserError(_told(error, words)) from error
 
 
 def _is_hydras(error: Exception) -> bool:
@@ -156,64 +150,78 @@ def _is_hydras(error: Exception) -> bool:
     return frame.f_globals.get("__name__", "").partition(".")[0] in ("hydra", "omegaconf")
 
 
-def _line_of(error: Exception, words: Sequence[str]) -> str:
+def _told(error: Exception, words: Sequence[str]) -> str:
+    """Says what was typed wrong, by Hydra's or OmegaConf's message and the key that it names."""
     cause = error.__cause__ or error
-    line = re.split(r"\n(?=\s|See )", str(cause))[0]  # without advice that is not for us
-    typed = {key_of(word): word for word in words}
-    needed = [word for word in words if word.startswith("~") and f"'{word[1:]}." in line]
-    key = getattr(cause, "full_key", None)
-    plugin = re.search(r"'(hydra/(?:launcher|sweeper))/(\w+)'", line)
+    message = re.split(r"\n(?=\s|See )", str(cause))[0]  # without advice that is not for us
+    plugin = re.search(r"'(hydra/(?:launcher|sweeper))/(\w+)'", message)
     if plugin is not None:
         return f"{plugin[1]}={plugin[2]}: is not installed; docs/studies.md names its package"
-    if needed:
-        line = f"{needed[0]}: is needed: {line}"
-    elif key:  # which may be a part of what was typed
-        key = next((x for x in typed if x.startswith(key)), key)
+    missing = re.search(r"'(\w+)/([^']*)'", message)  # 'GROUP/OPTION'
+    if missing is not None:
+        options = options_of(missing[1])
+        near = _nearest(missing[2], options)
+        message = f"{message.rstrip('.')}{near}; allowed: {', '.join(options)}"
+    typed = {key_of(word): word for word in words}
+    named = getattr(cause, "full_key", None)
+    if named:
+        key = next((key for key in typed if key.startswith(named)), named)
         if isinstance(cause, AttributeError | KeyError):
-            line = "the chosen options have no such key"
-            whole = [x for x in allowed() if x.endswith(f".{key}")]  # typed without its group
-            if whole:
-                line += f", perhaps {whole[0]}"
-            elif key in allowed() or any(x.startswith(f"{key}.") for x in allowed()):
-                line += f", which another option of {key.partition('.')[0]} has"
-            else:
-                line += "; --help lists them all"
-        line = f"{typed.get(key, key)}: {line}"
-    elif words and not any(x in line for x in typed):
-        line = f"{' '.join(words)}: {line}"
-    if found := re.search(r"'(\w+)/", line):  # 'group/option'
-        line += f" allowed: {', '.join(options_of(found[1]))}"
-    return line
+            message = _no_such(key)
+        return f"{typed.get(key, key)}: {message}"
+    if words and not any(key in message for key in typed):
+        return f"{' '.join(words)}: {message}"
+    return message
+
+
+def _no_such(key: str) -> str:
+    """Says of a key that the chosen options do not have which one may be meant."""
+    known = allowed()
+    line = "the chosen options have no such key"
+    without_group = [name for name in known if name.endswith(f".{key}")]
+    if without_group:
+        return f"{line}, perhaps {without_group[0]}"
+    if any(f"{name}.".startswith(f"{key}.") for name in known):
+        return f"{line}, which another option of {key.partition('.')[0]} has"
+    return f"{line}{_nearest(key, [*known, *GROUPS])}; --help lists them all"
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    near = get_close_matches(name, names, n=1)
+    if not near:
+        return ""
+    return f", perhaps {near[0]}"
 
 
 # --- files --------------------------------------------------------------------------------------
 
 
+FORMS = {  # of what is no text
+    "null": "~|null|Null|NULL|",
+    "bool": "true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(0|[1-9]\d*)",
+    "float": r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
+
+
 class PlainYaml(yaml.SafeLoader):
     """YAML 1.2's core: 010 is no number, yes and no are texts; and each key stands once."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # instead of those of YAML 1.1
+    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {  # instead of those of YAML 1.1
+        None: [(f"tag:yaml.org,2002:{x}", re.compile(f"({FORMS[x]})$")) for x in FORMS]
+    }
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key) for key, _ in node.value]
-        for key, (place, _) in zip(keys, node.value, strict=True):
-            if keys.count(key) > 1:
+        keys = []
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node)
+            if key in keys:
                 raise yaml.constructor.ConstructorError(
-                    problem=f"{key} stands here {keys.count(key)} times",
-                    problem_mark=place.start_mark,
+                    problem=f"{key} stands here twice", problem_mark=key_node.start_mark
                 )
+            keys.append(key)
         return super().construct_mapping(node, deep)
-
-
-INTEGER, POWER, INF, NAN = r"(0|[1-9]\d*)", r"([eE][-+]?\d+)?", "(inf|Inf|INF)", "(nan|NaN|NAN)"
-FLOAT = rf"[-+]?({INTEGER}(\.\d*)?|\.\d+){POWER}|[-+]?\.{INF}|\.{NAN}"
-for kind, form, first in (  # with the characters that a value of this kind may begin with
-    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", "true|True|TRUE|false|False|FALSE", [*"tTfF"]),
-    ("int", rf"[-+]?{INTEGER}", [*"-+0123456789"]),
-    ("float", FLOAT, [*"-+.0123456789"]),
-):
-    PlainYaml.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(f"^({form})$"), first)
 
 
 def read_yaml(path: Path) -> Any:

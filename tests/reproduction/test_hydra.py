@@ -28,6 +28,7 @@ SHOWN = {  # command -> what it prints
     "-m seed=range(3) dry_run=1": "3 runs:",
     "-m seed=shuffle(range(3)) dry_run=1": "3 runs:",
     "-m seed=sort(2,1) dry_run=1": "2 runs:",
+    "-m seed=0 seed=1,2 dry_run=1": "-s2-",
     "-m model=glob(cct_2*) dry_run=1": "1 run:",
     "seed=3 -m recipe.lr=0.1,0.2 dry_run=1": "2 runs:",
     "-m hydra/launcher=basic seed=1,2 dry_run=1": "2 runs:",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from reproduction.check import check
-from reproduction.start import Point
+from reproduction.points import Point
 from reproduction.studies.results import ON_TEST, Run, read_run
 from reproduction.studies.runs_table import sweep_table
 from reproduction.studies.study import PAPERS
@@ -15,6 +15,7 @@ from reproduction.studies.study_table import parts_of, study_table
 from reproduction.studies.table import Table, as_markdown
 from reproduction.studies.text import formatted
 from reproduction.system import say
+from reproduction.words import last_part
 
 NOT_STARTED = "not started"
 
@@ -45,7 +46,7 @@ def run_of(point: Point) -> Run:
     folder = point.folder
     if folder.is_run():
         run = read_run(folder)
-        is_ours = (run.row_hash, run.seed) == (point.key, point.config.seed)
+        is_ours = (run.row_hash, run.seed) == (point.row_hash, point.config.seed)
         if is_ours or run.status == "unusable":
             return run
     return Run(path=folder.path, status=NOT_STARTED, status_text=NOT_STARTED)
@@ -122,5 +123,5 @@ def swept_text(point: Point, points: Sequence[Point]) -> str:
         key, _, value = word.partition("=")
         is_shared = all(word in other.words for other in points)
         if key != "seed" and not is_shared:
-            texts.append(f"{key.rpartition('.')[2]}={value}")
+            texts.append(f"{last_part(key)}={value}")
     return ",".join(texts)

@@ -13,8 +13,8 @@ import torch
 from jinja2 import Environment
 
 from reproduction.models.build import build_module, count_parameters, without_weights
+from reproduction.points import compose
 from reproduction.reporting.drawing import CAPTIONS
-from reproduction.start import compose
 from reproduction.studies.plots import draw_beside, draw_sweep
 from reproduction.studies.results import Run
 from reproduction.studies.study import PrintedModel

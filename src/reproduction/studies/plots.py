@@ -40,8 +40,8 @@ def draw_runs(table: Table, path: Path) -> bool:
 
 def draw_sweep(path: Path, section: Section) -> bool:
     """Draws the values of a study's sweep, with its other rows across; returns whether any ran."""
-    swept = [line for line in section.finished if line.entry.id.point]
-    others = [line for line in section.finished if not line.entry.id.point]
+    swept = [line for line in section.finished if line.entry.id.swept]
+    others = [line for line in section.finished if not line.entry.id.swept]
     if swept:
         draw_line(path, swept, others)
     return bool(swept)
@@ -49,7 +49,7 @@ def draw_sweep(path: Path, section: Section) -> bool:
 
 def draw_line(path: Path, lines: Sequence[Line], across: Sequence[Line] = ()) -> None:
     """Draws means with deviations over values, evenly spaced, and each seed as a dash."""
-    keys = [short_key(name) for name, _ in lines[0].entry.id.point]
+    keys = [short_key(name) for name, _ in lines[0].entry.id.swept]
     with figure(path, figsize=(5.4, 3.8)) as axes:
         for line, color in zip(across, cycle(COLORS), strict=False):  # the legend names them
             _draw_across(axes, line, color)
@@ -61,7 +61,7 @@ def draw_line(path: Path, lines: Sequence[Line], across: Sequence[Line] = ()) ->
         for place, line in enumerate(lines):
             dashes = [place] * len(line.judged)
             axes.plot(dashes, line.judged, "_", color=BLUE, markersize=12, alpha=0.5)
-        values = [", ".join(value for _, value in line.entry.id.point) for line in lines]
+        values = [", ".join(value for _, value in line.entry.id.swept) for line in lines]
         axes.set_xticks(places, values)
         axes.set_xlabel(", ".join(keys))
         axes.set_ylabel(axis_of(lines))

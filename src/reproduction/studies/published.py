@@ -7,8 +7,8 @@ from pathlib import Path
 import pandas as pd
 
 from reproduction.folder import RunFolder
-from reproduction.identity import key
-from reproduction.start import Point
+from reproduction.identity import run_hash
+from reproduction.points import Point
 from reproduction.studies.page import HOW_TO_READ
 from reproduction.studies.results import config_of, published_config, read_store
 from reproduction.studies.study import FULL, Study, plan, read
@@ -103,9 +103,9 @@ def _quoted(study: Study) -> pd.DataFrame:
 def publish(run: Path, file: Path) -> None:
     """Adds the line of a finished run of a study to its .jsonl, in place of one of the same run."""
     folder = RunFolder(run.resolve())
-    rows = {key(point.config): point.config for point in _points(file, read(file))}
-    run_hash = key(folder.read_config())
-    row = rows.get(run_hash)
+    rows = {run_hash(point.config): point.config for point in _points(file, read(file))}
+    own_hash = run_hash(folder.read_config())
+    row = rows.get(own_hash)
     summary = folder.read_summary()
     has_validation = "selected_epoch" in summary
     if row is None or has_validation or not folder.is_finished():
@@ -120,5 +120,5 @@ def publish(run: Path, file: Path) -> None:
     lines = []
     if path.exists():
         lines = path.read_text().splitlines()
-    others = [text for text in lines if key(config_of(json.loads(text))) != run_hash]
+    others = [text for text in lines if run_hash(config_of(json.loads(text))) != own_hash]
     write_text(path, "\n".join([*others, json.dumps(line)]) + "\n")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from reproduction.config import Config
 from reproduction.folder import RunFolder
-from reproduction.identity import digest, flat, key, nested, saved, settings
+from reproduction.identity import digest, flat, nested, row_hash, saved, settings
 from reproduction.system import UserError, first_line, in_one_line, reason_of
 
 STACK = "augmentation.mixing"  # the names of the stack, as if they were a setting
@@ -129,7 +129,7 @@ def _run(path: Path, config: Config, summary: Mapping[str, Any], written: float)
         status=summary["status"],
         status_text=_status_text(config, summary),
         written=written,
-        row_hash=key(config, seed=False),
+        row_hash=row_hash(config),
         seed=config.seed,
         settings=row_settings(config),
         record=summary.get("data") or {},

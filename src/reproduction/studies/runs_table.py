@@ -7,13 +7,14 @@ from typing import Any
 
 import pandas as pd
 
-from reproduction.identity import RowId, digest, key
-from reproduction.start import Point
+from reproduction.identity import RowId, digest, run_hash
+from reproduction.points import Point
 from reproduction.studies.lines import Entry, lines_of
 from reproduction.studies.results import STACK, Counted, Run, counted, judged_by, row_settings
 from reproduction.studies.table import Section, Table
 from reproduction.studies.text import NOTHING, judged_on, value_text
 from reproduction.system import UserError
+from reproduction.words import last_part
 
 NAMES = ("model.name", "dataset.name", STACK)  # each stands for all that comes with it
 numeric: Any = partial(pd.to_numeric, errors="coerce")  # sorts texts by their numbers
@@ -35,7 +36,7 @@ class Groups:
     @property
     def file(self) -> str:
         """What the files of their table are named after, empty if nothing differs."""
-        return "-".join(name.rpartition(".")[2] for name in self.heads)
+        return "-".join(map(last_part, self.heads))
 
 
 def grouped(by_row: Mapping[str, Mapping[str, Any]]) -> Groups:
@@ -98,7 +99,7 @@ def runs_table(runs: Sequence[Run], against: str | None = None) -> Table:
 def _entries(texts: pd.DataFrame, against: str | None) -> Iterator[Entry]:
     """Yields the rows with these values, by row hash, with what they are compared with."""
     rows: dict[str, dict[str, str]] = texts.to_dict("index")
-    ids = {row_hash: RowId(point=tuple(row.items())) for row_hash, row in rows.items()}
+    ids = {row_hash: RowId(swept=tuple(row.items())) for row_hash, row in rows.items()}
     bases = {}
     if against is not None:
         bases = _bases(texts, against)
@@ -113,12 +114,12 @@ def _entries(texts: pd.DataFrame, against: str | None) -> Iterator[Entry]:
 def sweep_table(points: Sequence[Point], runs: Sequence[Run]) -> Table:
     """Returns the table of a sweep, whose files are named after the keys and all of its runs."""
     begun = runs_table(runs)
-    groups = grouped({point.key: row_settings(point.config) for point in points})
+    groups = grouped({point.row_hash: row_settings(point.config) for point in points})
     shared = [word for word in points[0].words if all(word in point.words for point in points)]
     words = ", ".join(f"`{word}`" for word in shared) or "the defaults"
     keys = ", ".join(f"`{name}`" for name in groups.heads) or "seeds"
     seeds = ", ".join(map(str, sorted({point.config.seed for point in points})))
-    sweep_hash = digest(sorted(key(point.config) for point in points))
+    sweep_hash = digest(sorted(run_hash(point.config) for point in points))
     about = f"A sweep over {keys}, with {words}; seeds {seeds}."
     notes = [*begun.notes]
     not_begun = len(groups.texts) - len(begun.sections[0].lines)

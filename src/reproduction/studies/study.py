@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic import BeforeValidator, Field
 
-from reproduction.config import FORBID, Count, FolderName, Fraction, Whole, line_of
-from reproduction.identity import RowId, key
-from reproduction.start import Point, compose, expand, point
+from reproduction.config import Count, FolderName, Fraction, Whole, schema, validated
+from reproduction.identity import RowId, run_hash
+from reproduction.points import Point, compose, expand, point
 from reproduction.system import UserError
-from reproduction.words import key_of, read_yaml
+from reproduction.words import key_of, last_part, read_yaml
 
 PAPER_FOLDER = Path(__file__).parent / "paper"
 PAPERS = (
@@ -76,7 +75,7 @@ def _present_name(tested: Any) -> Any:
     return FORMER_NAMES.get(tested, tested)
 
 
-@pydantic_dataclass(config=FORBID, frozen=True, kw_only=True)
+@schema
 class Row:
     """What a study says of a row."""
 
@@ -89,7 +88,7 @@ class Row:
     role: Literal["", "untested", "primary"] = ""
 
 
-@pydantic_dataclass(config=FORBID, frozen=True, kw_only=True)
+@schema
 class PrintedModel:
     """A model whose parameters are counted beside those that the paper prints."""
 
@@ -98,7 +97,7 @@ class PrintedModel:
     parameters: float | None = None  # in millions; the paper does not print all
 
 
-@pydantic_dataclass(config=FORBID, frozen=True, kw_only=True)
+@schema
 class Study:
     """The content of the file."""
 
@@ -145,7 +144,7 @@ class Cell:
     @property
     def text(self) -> str:
         """What a table shows of it."""
-        is_swept = self.id.point != ()
+        is_swept = self.id.swept != ()
         if self.settings.row and not is_swept:
             return self.settings.row
         return self.label.partition("/")[2]
@@ -158,7 +157,7 @@ def cells(name: str, study: Study) -> list[Cell]:
     each = []
     for row, words_by_values in swept.items():
         for values, words in words_by_values.items():
-            parts = [f"{key.rpartition('.')[2]}={value}" for key, value in values]
+            parts = [f"{last_part(key)}={value}" for key, value in values]
             if not values or num_sweeps > 1:
                 parts.insert(0, row)
             each.append(
@@ -192,7 +191,7 @@ def comparisons(each: Sequence[Cell]) -> dict[RowId, RowId]:
     for cell in each:
         for base in each:
             is_named = base.id.row == cell.settings.against
-            if is_named and base.id.point in ((), cell.id.point):
+            if is_named and base.id.swept in ((), cell.id.swept):
                 pairs[cell.id] = base.id
     rows = {cell.id.row for cell in each}
     compared = {cell_id.row for cell_id in pairs}
@@ -225,14 +224,11 @@ def studies(name: str) -> dict[str, Study]:
 def read(path: Path) -> Study:
     """Reads a study; UserError names the file, the key and what is wrong with it."""
     try:
-        study = TypeAdapter(Study).validate_python(read_yaml(path))
+        study = validated(Study, read_yaml(path))
         comparisons(cells(str(path), study))  # refuses what cannot be compared
         return study
-    except (ValueError, yaml.YAMLError) as error:
-        text = str(error)
-        if isinstance(error, ValidationError):
-            text = "; ".join(line_of(wrong) for wrong in error.errors())
-        raise UserError(f"{path}: {text}") from error
+    except (UserError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def plan(
@@ -249,10 +245,10 @@ def plan(
             words = words_of(cell, study, scale, more)
             for seed in range(study.first_seed, study.first_seed + (seeds or default)):
                 planned = point([*words, f"seed={seed}", "resume=auto"], cell.label)
-                run_hash = key(planned.config)
-                points.setdefault(run_hash, planned)
-                rows[run_hash].append(cell.id)
-    shared = [replace(points[run_hash], rows=tuple(rows[run_hash])) for run_hash in points]
+                own_hash = run_hash(planned.config)
+                points.setdefault(own_hash, planned)
+                rows[own_hash].append(cell.id)
+    shared = [replace(points[own_hash], rows=tuple(rows[own_hash])) for own_hash in points]
     return sorted(shared, key=lambda planned: planned.config.seed)
 
 

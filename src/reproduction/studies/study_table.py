@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from reproduction.identity import RowId, changes_result, digest
-from reproduction.start import Point
+from reproduction.points import Point
 from reproduction.studies.lines import Entry, Line, lines_of
 from reproduction.studies.results import OUTCOMES, Outcome, Run, counted, judged_by
 from reproduction.studies.study import PAPERS, Cell, Study, cells, comparisons, studies
@@ -68,7 +68,7 @@ def parts_of(points: Sequence[Point]) -> list[PartOfStudy]:
 def _part(name: str, points: Sequence[Point]) -> PartOfStudy:
     (study,) = studies(name).values()
     own = [point for point in points if any(row.study == name for row in point.rows)]
-    row_hashes = {row: point.key for point in own for row in point.rows if row.study == name}
+    row_hashes = {row: point.row_hash for point in own for row in point.rows if row.study == name}
     each = [cell for cell in cells(name, study) if cell.id in row_hashes]
     written = {word for cell in each for word in cell.words}
     more = []

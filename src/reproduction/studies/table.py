@@ -117,7 +117,7 @@ def numbers_of(line: Line) -> dict[str, Any]:
     return {
         "study": entry.id.study,
         "row": entry.id.row,
-        **dict(entry.id.point),
+        **dict(entry.id.swept),
         "column": entry.id.column,
         "outcome": line.outcome.measure,
         "half": line.outcome.split,

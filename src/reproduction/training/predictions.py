@@ -19,7 +19,7 @@ from reproduction.data.halves import Data, in_memory
 from reproduction.data.inputs import build_normalize
 from reproduction.data.loaders import build_evaluation_loader
 from reproduction.data.sources import opened, unlabelled
-from reproduction.identity import evaluated
+from reproduction.identity import settings_of_evaluation
 from reproduction.models.build import build_model, place, without_weights
 from reproduction.models.weights import matching_state
 from reproduction.system import is_first_rank, local_ranks, progress, warn, write_text
@@ -92,7 +92,7 @@ def _evaluate(
             "images": len(data.held_out),
             "dataset": config.dataset.name,
             "root": config.dataset.root,
-            "settings": evaluated(config),
+            "settings": settings_of_evaluation(config),
         }
         return {**scores, **facts, **loaded}, gathered(predicted, world, data)
 

@@ -78,8 +78,7 @@ def _kept(folder: RunFolder, config: Config, status: str, reason: str) -> str:
             folder.write_summary(status=status, error=reason)
     except (OSError, UserError):  # such as a full disk; reports recognise the run by its lock
         kept = "it is"
-    how = "" if config.resume == "auto" else " with resume=auto"
-    return f"{reason}; {folder.path} is kept as {kept}, repeat the command{how} to continue"
+    return f"{reason}; {folder.path} is kept as {kept}, {config.how_to_continue}"
 
 
 @dataclass
