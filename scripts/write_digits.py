@@ -27,7 +27,7 @@ def main() -> None:
         path = folder / split / str(digit) / f"{number:04}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(np.round(ink * 255 / 16).astype(np.uint8)).save(path)  # 16 levels of ink
-    print(f"written to {folder}: {FIRST * len(seen)} and {len(digits.target) - FIRST * len(seen)}")
+    print(f"written to {folder}")
 
 
 if __name__ == "__main__":

@@ -75,10 +75,8 @@ def runs_table(runs: Sequence[Run], against: str | None = None) -> Table:
         raise UserError("there are no runs in these folders")
     groups = grouped({run.row_hash: run.settings for run in usable})
     chosen = counted(runs)
-    entries = []
-    for entry in _entries(groups.texts[groups.heads], against):
-        status_text = _status_text(entry.row_hash, runs, chosen)
-        entries.append(replace(entry, status_text=status_text))
+    status_texts = {row: _status_text(row, runs, chosen) for row in groups.texts.index}
+    entries = [*_entries(groups.texts[groups.heads], status_texts, against)]
     notes = []
     common = [groups.texts[name].iloc[0] for name in NAMES if name not in groups.heads]
     if common:
@@ -93,10 +91,13 @@ def runs_table(runs: Sequence[Run], against: str | None = None) -> Table:
         sections=[Section(title="", lines=lines_of(entries, chosen.runs, outcome))],
         counted=chosen,
         notes=notes,
+        extras={},
     )
 
 
-def _entries(texts: pd.DataFrame, against: str | None) -> Iterator[Entry]:
+def _entries(
+    texts: pd.DataFrame, status_texts: Mapping[str, str], against: str | None
+) -> Iterator[Entry]:
     """Yields the rows with these values, by row hash, with what they are compared with."""
     rows: dict[str, dict[str, str]] = texts.to_dict("index")
     ids = {row_hash: RowId(swept=tuple(row.items())) for row_hash, row in rows.items()}
@@ -105,7 +106,8 @@ def _entries(texts: pd.DataFrame, against: str | None) -> Iterator[Entry]:
         bases = _bases(texts, against)
     for row_hash, row in rows.items():
         heads = {short_key(name): text for name, text in row.items()}
-        entry = Entry(id=ids[row_hash], heads=heads, row_hash=row_hash)
+        text = status_texts[row_hash]
+        entry = Entry(id=ids[row_hash], heads=heads, row_hash=row_hash, status_text=text)
         if row_hash in bases:
             entry = replace(entry, against=ids[bases[row_hash]], against_text=str(against))
         yield entry

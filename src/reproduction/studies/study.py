@@ -211,8 +211,7 @@ def studies(name: str) -> dict[str, Study]:
         return {paper: read(PAPER_FOLDER / f"{paper}.yaml") for paper in PAPERS}
     table, _, row = name.partition("/")
     if table not in PAPERS:
-        allowed = ", ".join(PAPERS)
-        raise UserError(f"study={name}: must be one of {allowed}, all, FILE.yaml")
+        raise UserError(f"study={name}: must be one of {', '.join(PAPERS)}, all, FILE.yaml")
     study = read(PAPER_FOLDER / f"{table}.yaml")
     if row and row not in study.rows:
         raise UserError(f"study={name}: must be one of {', '.join(study.rows)}")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ class Table:
     sections: list[Section]
     counted: Counted
     notes: list[str]
-    extras: dict[str, pd.DataFrame] = field(default_factory=dict)  # more tables, by their titles
+    extras: dict[str, pd.DataFrame]  # more tables, by their titles
 
     @property
     def main_sections(self) -> list[Section]:
