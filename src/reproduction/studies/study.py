@@ -145,8 +145,7 @@ class Cell:
     @property
     def text(self) -> str:
         """What a table shows of it."""
-        is_swept = self.id.point != ()
-        if self.settings.row and not is_swept:
+        if self.settings.row and not self.id.point:  # a sweep is shown by its values
             return self.settings.row
         return self.label.partition("/")[2]
 
