@@ -28,12 +28,11 @@ def main() -> None:
         return
     from reproduction.studies.conclude import conclude
 
-    words = args.words
     if args.outputs:
         if not args.outputs.is_dir():
             parser.error(f"--outputs {args.outputs}: must be a folder of runs")
-        words = [*words, f"output_root={args.outputs}"]
-    conclude(plan(studies(args.study), args.seeds, args.scale, words))
+        args.words.append(f"output_root={args.outputs}")
+    conclude(plan(studies(args.study), args.seeds, args.scale, args.words))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,6 @@ def draw_sweep(path: Path, section: Section) -> bool:
 
 def draw_line(path: Path, lines: Sequence[Line], across: Sequence[Line] = ()) -> None:
     """Draws means with deviations over values, evenly spaced, and each seed as a dash."""
-    keys = [short_key(name) for name, _ in lines[0].entry.id.swept]
     with figure(path, figsize=(5.4, 3.8)) as axes:
         for line, color in zip(across, cycle(COLORS), strict=False):  # the legend names them
             _draw_across(axes, line, color)
@@ -63,7 +62,7 @@ def draw_line(path: Path, lines: Sequence[Line], across: Sequence[Line] = ()) ->
             axes.plot(dashes, line.judged, "_", color=BLUE, markersize=12, alpha=0.5)
         values = [", ".join(value for _, value in line.entry.id.swept) for line in lines]
         axes.set_xticks(places, values)
-        axes.set_xlabel(", ".join(keys))
+        axes.set_xlabel(", ".join(short_key(name) for name, _ in lines[0].entry.id.swept))
         axes.set_ylabel(axis_of(lines))
         if across:
             axes.legend(fontsize=9)

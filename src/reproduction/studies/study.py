@@ -144,8 +144,7 @@ class Cell:
     @property
     def text(self) -> str:
         """What a table shows of it."""
-        is_swept = self.id.swept != ()
-        if self.settings.row and not is_swept:
+        if self.settings.row and not self.id.swept:  # a sweep is shown by its values
             return self.settings.row
         return self.label.partition("/")[2]
 

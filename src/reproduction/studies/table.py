@@ -26,10 +26,6 @@ class Section:
     lines: list[Line]
 
     @property
-    def is_main(self) -> bool:
-        return self.lines[0].is_main
-
-    @property
     def finished(self) -> list[Line]:
         return [line for line in self.lines if not line.judged.empty]
 
@@ -70,7 +66,7 @@ class Table:
     @property
     def main_sections(self) -> list[Section]:
         """The sections of the main outcome, which have all rows between them."""
-        return [section for section in self.sections if section.is_main]
+        return [section for section in self.sections if section.lines[0].is_main]
 
     def markdown(self, level: int = 2, is_short: bool = False) -> str:
         """Returns what was run, and notes that count what was not; a short one on what is main."""
