@@ -25,8 +25,8 @@ BOUNDS = {
 
 def options_of(group: str) -> list[str]:
     """Returns the names of the files of a group."""
-    files = (CONF_DIR / group).rglob("*.yaml")
-    return sorted(str(x.relative_to(CONF_DIR / group).with_suffix("")) for x in files)
+    folder = CONF_DIR / group
+    return sorted(str(x.relative_to(folder).with_suffix("")) for x in folder.rglob("*.yaml"))
 
 
 def help_text(config: Config) -> str:
