@@ -117,8 +117,9 @@ def lines_of(
             line.comparison.p = nan
         elif not entry.role:
             family[entry.id] = line.comparison.p
-    for row, adjusted in holm(pd.Series(family, dtype=float)).items():
-        lines[row].comparison.p_holm = adjusted
+    adjusted = holm(pd.Series(family, dtype=float))
+    for row in adjusted.index:
+        lines[row].comparison.p_holm = adjusted[row]
     return [*lines.values()]
 
 
@@ -136,8 +137,8 @@ def paired(ours: pd.Series, base: pd.Series) -> Comparison:
     return found
 
 
-def holm(p: pd.Series) -> Mapping[RowId, float]:
+def holm(p: pd.Series) -> pd.Series:
     """Returns Holm's adjusted p-values of a family of tests."""
     ranked = p.dropna().sort_values(kind="stable")
     tests_left = [*range(len(ranked), 0, -1)]
-    return dict((ranked * tests_left).clip(upper=1).cummax())
+    return (ranked * tests_left).clip(upper=1).cummax()

@@ -159,7 +159,7 @@ def _numbers(summary: Mapping[str, Any]) -> dict[str, float]:
     found["top1_best10"] = max((line["top1"] for line in late if "top1" in line), default=None)
     found |= {
         "top1 on test": summary["top1_last"],
-        "loss on test": last.get("eval_loss"),
+        "loss on test": last.get("eval_loss"),  # none beside a validation split
         "top5 on test": summary["top5_last"],
         "top1 on validation": summary.get("val_top1_last"),
         "loss on validation": last.get("val_loss"),

@@ -62,7 +62,9 @@ def parts_of(points: Sequence[Point]) -> list[PartOfStudy]:
     """Returns the studies that these points are the runs of, the paper's in its order."""
     names = list(dict.fromkeys(row.study for point in points for row in point.rows))
     papers = [name for name in PAPERS if name in names]
-    return [_part(name, points) for name in papers or names]  # a file is not mixed with the paper
+    if papers:  # a file is planned alone
+        names = papers
+    return [_part(name, points) for name in names]
 
 
 def _part(name: str, points: Sequence[Point]) -> PartOfStudy:
@@ -74,7 +76,8 @@ def _part(name: str, points: Sequence[Point]) -> PartOfStudy:
     more = []
     for word in dict.fromkeys(word for point in own for word in point.words):
         key = key_of(word)
-        if word not in written and key != "seed" and changes_result(key):
+        is_setting = key not in ("seed", "row") and changes_result(key)
+        if is_setting and word not in written:
             more.append(word)
     return PartOfStudy(
         name=name,
