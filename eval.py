@@ -47,17 +47,23 @@ def main(words: list[str]) -> None:
         if key in OWN:
             own[key] = os.path.expanduser(text_of(word))
     words = [word for word in words if word.partition("=")[0] not in OWN]
-    if bool(own.get("run")) == bool(own.get("checkpoint")) or {"checkpoint", "weights"} <= {*own}:
+    names_one = bool(own.get("run")) != bool(own.get("checkpoint"))
+    if not names_one or ("checkpoint" in own and "weights" in own):
         raise UserError("run=FOLDER [weights=...] or checkpoint=FILE: one of them must be given")
-    if ("images" in own and "predictions" not in own) or {"predictions", "export"} <= own.keys():
+    writes_predictions = "predictions" in own
+    if ("images" in own and not writes_predictions) or ("export" in own and writes_predictions):
         raise UserError("predictions=FILE.csv: images=FOLDER needs it, and export=FILE excludes it")
+    saved: Config | None = None
     if "run" in own:
-        folder, which = run_folder(own["run"]), own.get("weights", "last")
+        folder = run_folder(own["run"])
+        which = own.get("weights", "last")
         saved = folder.read_config()
-        files, config = folder.weights(which), of_run(saved, words)
+        files = folder.weights(which)
+        config = of_run(saved, words)
         result = folder.path / f"evaluation-{which}.json"
     else:
-        files, config, saved = [Path(own["checkpoint"])], of_file(words), None
+        files = [Path(own["checkpoint"])]
+        config = of_file(words)
         result = Path(config.output_root, "evaluations", f"{files[0].stem}.json")
     if "export" in own:
         export(config, files, new_file(own, "export", ".safetensors"), is_run=saved is not None)
@@ -70,7 +76,7 @@ def main(words: list[str]) -> None:
         hashed = [str(files[0].resolve()), settings]
     if saved is None or settings != settings_of_evaluation(saved):
         result = result.with_stem(f"{result.stem}-{config.dataset.name}-{digest(hashed)}")
-    predictions = new_file(own, "predictions", ".csv") if "predictions" in own else None
+    predictions = new_file(own, "predictions", ".csv") if writes_predictions else None
     images = Path(own["images"]) if "images" in own else None
     if images is not None and not images.is_dir():
         raise UserError(f"images={images}: must be a folder of images")

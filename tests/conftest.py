@@ -1,12 +1,14 @@
-"""Fixtures for all tests: small models, batches, and the texts drawn in figures."""
+"""For all tests: small models, batches, errors of one line, and the texts drawn in figures."""
 
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import hypothesis
 import pytest
@@ -14,7 +16,7 @@ import timm
 import torch
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from torch import nn
+from torch import Tensor, nn
 
 from reproduction.models.cct import CCT
 from tokenmixup import HTM
@@ -56,7 +58,7 @@ def settled(chosen: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return chosen
 
 
-def small_cct(attn_drop: float = 0.0, drop_path: float = 0.0, depth: int = 4) -> CCT:
+def small_cct(attn_drop: float = 0.0, drop_path: float = 0.0, depth: int = 4) -> nn.Module:
     """A CCT with 64 tokens of width 32."""
     torch.manual_seed(0)
     model = CCT(
@@ -74,7 +76,7 @@ def small_cct(attn_drop: float = 0.0, drop_path: float = 0.0, depth: int = 4) ->
     return sharpened(model)
 
 
-def small_vit_lite() -> CCT:
+def small_vit_lite() -> nn.Module:
     """A ViT-Lite with 16 tokens of width 32 and a class token."""
     torch.manual_seed(0)
     model = CCT(
@@ -94,13 +96,12 @@ def small_vit_lite() -> CCT:
     return sharpened(model)
 
 
-def small_vit(**options: object) -> nn.Module:
+def small_vit(**options: Any) -> nn.Module:
     """A timm ViT with 16 tokens of width 48 and a class token."""
     torch.manual_seed(0)
-    settings = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 3}
-    model = timm.create_model(
-        "vit_tiny_patch16_224", num_classes=CLASSES, **{**settings, **options}
-    )
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 3}
+    settings: dict[str, Any] = {**sizes, "num_classes": CLASSES, **options}
+    model = timm.create_model("vit_tiny_patch16_224", **settings)
     return sharpened(model)
 
 
@@ -113,18 +114,61 @@ def sharpened(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.fixture(params=[small_cct, small_vit_lite, small_vit], ids=["cct", "vit-lite", "vit"])
-def build(request: pytest.FixtureRequest) -> Callable[[], nn.Module]:
-    return request.param
+def normal(*shape: int, seed: int) -> Tensor:
+    """Numbers of a normal distribution, always the same."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture
-def batch(build: Callable[[], nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns images `b 3 h w` and soft targets `b c`."""
-    size = 32 if build is small_vit else 16
+def drawn_batch(samples: int, pixels: int) -> tuple[Tensor, Tensor]:
+    """Images `b 3 h w` and soft targets `b c`, always the same."""
     generator = torch.Generator().manual_seed(1)
-    images = torch.randn(6, 3, size, size, generator=generator)
-    return images, torch.randn(6, CLASSES, generator=generator).softmax(dim=1)
+    targets = torch.randn(samples, CLASSES, generator=generator).softmax(dim=1)
+    images = torch.randn(samples, 3, pixels, pixels, generator=generator)
+    return images, targets
+
+
+def other_rules() -> dict[str, dict[str, Any]]:
+    """Every value of a rule of HTM that is not the paper's, by its text."""
+    rules: dict[str, dict[str, Any]] = {}
+    for option, kind in get_type_hints(HTM).items():
+        if get_origin(kind) is Literal and option not in ("pooling", "difficulty"):
+            for value in get_args(kind)[1:]:
+                rules[f"{option}={value}"] = {option: value}
+    return rules
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients of the parameters that have one, by name."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def runs_of(modules: Iterable[nn.Module]) -> list[int]:
+    """How often each module has run, which goes on counting."""
+    runs: list[int] = []
+
+    def count(index: int, *_: Any) -> None:
+        runs[index] += 1
+
+    for index, module in enumerate(modules):
+        runs.append(0)
+        module.register_forward_pre_hook(partial(count, index))
+    return runs
+
+
+def assert_nothing_is_left(model: nn.Module) -> None:
+    """Of a pass: no stand-in for a `forward`, and no hook."""
+    for part in model.modules():
+        assert "forward" not in vars(part)
+        assert not part._forward_pre_hooks
+        assert not part._forward_hooks
+
+
+@contextmanager
+def refused(told: str, kind: type[Exception] = ValueError) -> Iterator[None]:
+    """Expects an error of one line, in which a pattern is found."""
+    with pytest.raises(kind, match=told) as error:
+        yield
+    assert "\n" not in str(error.value)
 
 
 @pytest.fixture

@@ -13,20 +13,32 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from tokenmixup import TokenMixup
+from tokenmixup import HTM, VTM, TokenMixup
 
 
-class Mixed(NamedTuple):
+class Mix(NamedTuple):
+    """What becomes of a batch; or of a sample, without b."""
+
+    tokens: Tensor  # b n d
+    targets: Tensor  # b c
+    saliency: Tensor  # b t
+    mask: Tensor  # b t bool, the tokens that are the donor's
+    keep_ratio: Tensor  # b, weight of a sample's own label
+
+
+class Layer(NamedTuple):
     """What HTM did at a layer."""
 
-    layer: int
+    index: int
     score_logits: Tensor  # b c
     difficulty: Tensor  # b
     is_easy: Tensor  # b bool
-    mask: Tensor  # b t bool
-    gain: Tensor  # b t
     saliency: Tensor  # b t, before mixing
-    donor: Tensor  # b int64
+    mix: Mix
+
+    @property
+    def gain(self) -> Tensor:
+        return self.mix.saliency - self.saliency
 
 
 class Expected(NamedTuple):
@@ -34,7 +46,7 @@ class Expected(NamedTuple):
 
     logits: Tensor
     targets: Tensor
-    layers: list[Mixed]
+    layers: list[Layer]
     loss: Tensor
 
 
@@ -45,36 +57,60 @@ class Oracle(nn.Module):
         super().__init__()
         self.model: Any = module.model
         self.scorenets: Any = module.scorenets
-        self.htm: Any = {} if module.htm is None else module.htm.each
-        self.vtm: Any = {} if module.vtm is None else module.vtm.each
+        self.htm = by_layer(module.htm)
+        self.vtm = by_layer(module.vtm)
+        self.prefix = self.model.num_prefix_tokens
 
     def forward(self, images: Tensor, targets: Tensor) -> Expected:
-        prefix = self.model.num_prefix_tokens
         x = embed(self.model, images)
         memories: dict[int, list[Tensor]] = {layer: [] for layer in self.vtm}
-        layers: list[Mixed] = []
-        score_loss = x.new_zeros(())
+        layers: list[Layer] = []
         for index, block in enumerate(self.model.blocks):
-            htm = self.htm.get(index)
-            later = [layer for layer in self.vtm if layer > index]
-            saliency: Any = saliency_of(block, x, prefix) if htm or later else None
-            if htm:
-                score_logits = self.scorenets[str(index)](x, prefix)
-                difficulty = F.cross_entropy(score_logits, targets, reduction="none")
-                is_easy = difficulty < htm.tau  # Eq. 8
-                before = saliency
-                rho = htm.rho_for(saliency.shape[1])
-                x, targets, saliency, mask, donor = mix(x, targets, before, is_easy, rho, prefix)
-                told = (is_easy, mask, saliency - before, before, donor)
-                layers.append(Mixed(index, score_logits, difficulty, *told))
-                score_loss = score_loss + htm.score_loss_weight * difficulty.mean()
-            for layer in later:
-                kept = most_salient(x, saliency, self.vtm[layer].kappa, prefix)
-                memories[layer].append(kept.detach() if self.vtm[layer].stop_gradient else kept)
+            saliency = saliency_of(block, x, self.prefix)
+            if index in self.htm:
+                layer = self.mixed(index, x, targets, saliency)
+                layers.append(layer)
+                x = layer.mix.tokens
+                targets = layer.mix.targets
+                saliency = layer.mix.saliency
+            for later, memory in memories.items():
+                if later > index:
+                    memory.append(self.remembered(later, x, saliency))
             keys = torch.cat([x, *memories.get(index, [])], dim=1)
-            x = rest_of_block(block, x, attention(block.attn, block.norm1(x), block.norm1(keys)))
+            attended = attention(block.attn, block.norm1(x), block.norm1(keys))
+            x = rest_of_block(block, x, attended)
         logits = classify(self.model, x)
-        return Expected(logits, targets, layers, F.cross_entropy(logits, targets) + score_loss)
+        loss = F.cross_entropy(logits, targets)
+        for layer in layers:
+            weight = self.htm[layer.index].score_loss_weight
+            loss = loss + weight * layer.difficulty.mean()
+        return Expected(logits, targets, layers, loss)
+
+    def mixed(self, index: int, x: Tensor, targets: Tensor, saliency: Tensor) -> Layer:
+        """Algorithm 1 at a layer of HTM."""
+        htm = self.htm[index]
+        score_logits = self.scorenets[str(index)](x, self.prefix)
+        difficulty = F.cross_entropy(score_logits, targets, reduction="none")  # Eq. 1
+        is_easy = difficulty < htm.tau  # Eq. 8
+        rho = htm.rho_for(saliency.shape[1])
+        donor = donors_of(saliency, is_easy, rho)
+        mix = mix_all(x, targets, saliency, donor, rho, self.prefix)
+        return Layer(index, score_logits, difficulty, is_easy, saliency, mix)
+
+    def remembered(self, layer: int, x: Tensor, saliency: Tensor) -> Tensor:
+        """What a layer of VTM remembers of an earlier block's tokens, `b kappa d`."""
+        vtm = self.vtm[layer]
+        chosen = most_salient(x, saliency, vtm.kappa, self.prefix)
+        if vtm.stop_gradient:
+            return chosen.detach()
+        return chosen
+
+
+def by_layer(settings: HTM | VTM | None) -> dict[int, Any]:
+    """The settings of each layer."""
+    if settings is None:
+        return {}
+    return dict(settings.by_layer)
 
 
 def is_cct(model: Any) -> bool:
@@ -87,7 +123,8 @@ def embed(model: Any, images: Tensor) -> Tensor:
         return model.norm_pre(model._pos_embed(model.patch_embed(images)))
     x = model.tokenizer(images)
     if model.num_prefix_tokens:
-        x = torch.cat([model.cls_token.repeat(len(x), 1, 1), x], dim=1)
+        class_tokens = model.cls_token.repeat(len(x), 1, 1)
+        x = torch.cat([class_tokens, x], dim=1)
     return x + model.pos_embed
 
 
@@ -96,25 +133,32 @@ def attention(attn: Any, queries: Tensor, keys: Tensor) -> Tensor:
 
     Ordinary self-attention if `keys` equals `queries`, else Eq. 13.
     """
-    q = projected(attn, queries)[0]
-    _, k, v = projected(attn, keys)
-    weights = (q @ k.mT * attn.head_dim**-0.5).softmax(dim=-1)
+    weights = scores_of(attn, queries, keys).softmax(dim=-1)
+    _, _, v = projected(attn, keys)
     dropped = F.dropout(weights, attn.attn_drop.p, attn.training)
     out = (dropped @ v).transpose(1, 2).flatten(2)
     return attn.proj_drop(attn.proj(out))
 
 
-def projected(attn: Any, x: Tensor) -> list[Tensor]:
-    """Returns queries, keys and values, each `b h n e`."""
-    parts = attn.qkv(x).chunk(3, dim=-1)
-    return [part.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2) for part in parts]
+def scores_of(attn: Any, queries: Tensor, keys: Tensor) -> Tensor:
+    """X1 Wq (X2 Wk)^T, scaled: `b n d`, `b m d` -> `b h n m`."""
+    q, _, _ = projected(attn, queries)
+    _, k, _ = projected(attn, keys)
+    return q @ k.mT * attn.head_dim**-0.5
+
+
+def projected(attn: Any, x: Tensor) -> Tensor:
+    """Returns queries, keys and values, `3 b h n e`."""
+    parts = attn.qkv(x).unflatten(-1, (3, attn.num_heads, -1))  # b n 3 h e
+    return parts.permute(2, 0, 3, 1, 4)
 
 
 def rest_of_block(block: Any, x: Tensor, attended: Tensor) -> Tensor:
     """Applies the residual connections and the MLP."""
     if hasattr(block, "drop_path1"):  # timm
         x = x + block.drop_path1(block.ls1(attended))
-        return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
+        out = block.mlp(block.norm2(x))
+        return x + block.drop_path2(block.ls2(out))
     x = block.norm2(x + block.drop_path(attended))
     return x + block.drop_path(block.mlp(x))
 
@@ -126,24 +170,31 @@ def classify(model: Any, x: Tensor) -> Tensor:
         return model.forward_head(x)
     if model.num_prefix_tokens:
         return model.head(x[:, 0])
-    return model.head((model.attention_pool(x).softmax(dim=1) * x).sum(dim=1))
+    weights = model.attention_pool(x).softmax(dim=1)
+    return model.head((weights * x).sum(dim=1))
 
 
+def attention_map(block: Any, x: Tensor) -> Tensor:
+    """The map of a block's own attention, query x key: `b n d` -> `b h n n`."""
+    x = block.norm1(x)
+    return scores_of(block.attn, x, x).softmax(dim=-1, dtype=torch.float32)
+
+
+@torch.no_grad()
 def saliency_of(block: Any, x: Tensor, prefix: int) -> Tensor:
     """Eq. 3: the class token's row of the attention map, else the mean over rows, `b t`."""
-    with torch.no_grad():
-        q, k, _ = projected(block.attn, block.norm1(x))
-        scores = q @ k.mT * block.attn.head_dim**-0.5
-        attn = scores.softmax(dim=-1, dtype=torch.float32).mean(dim=1)
-        return attn[:, 0, prefix:] if prefix else attn.mean(dim=1)
+    attn = attention_map(block, x).mean(dim=1)
+    if prefix:
+        return attn[:, 0, prefix:]
+    return attn.mean(dim=1)
 
 
 def most_salient(x: Tensor, saliency: Tensor, kappa: int, prefix: int) -> Tensor:
     """Returns the kappa most salient spatial tokens of each sample, `b kappa d`."""
-    chosen = [
-        tokens[prefix + each.argsort(descending=True)[:kappa]]
-        for tokens, each in zip(x, saliency, strict=True)
-    ]
+    chosen = []
+    for tokens, each in zip(x, saliency, strict=True):
+        places = each.argsort(descending=True)[:kappa]
+        chosen.append(tokens[prefix + places])
     return torch.stack(chosen)
 
 
@@ -155,29 +206,34 @@ def gain_by_repetition(saliency: Tensor, rho: float) -> Tensor:
     return (donors - receivers - rho).clamp(min=0).sum(dim=2)
 
 
-def mix(
-    x: Tensor, targets: Tensor, saliency: Tensor, is_easy: Tensor, rho: float, prefix: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Algorithm 1, lines 4 to 8, sample by sample.
+def donors_of(saliency: Tensor, is_easy: Tensor, rho: float) -> Tensor:
+    """Lines 4 and 5 of Algorithm 1: the best different donors of the easy samples, `b`.
 
-    Returns tokens, targets, saliency, the mask `b t` of replaced tokens and the donors `b`.
+    A hard sample is its own donor, from which it gains nothing.
     """
-    easy = is_easy.nonzero().flatten().tolist()
-    gain = gain_by_repetition(saliency, rho)[easy].cpu().numpy()
-    donor_of = dict(zip(easy, linear_sum_assignment(gain, maximize=True)[1].tolist(), strict=True))
-    mask = torch.zeros_like(saliency, dtype=torch.bool)
-    mixed = list(x)
-    mixed_targets = list(targets)
-    mixed_saliency = list(saliency)
-    for i, j in donor_of.items():
-        mask[i] = saliency[j] - saliency[i] > rho
-        replaced = torch.cat([mask.new_zeros(prefix), mask[i]])
-        mixed[i] = torch.where(replaced[:, None], x[j], x[i])
-        mixed_saliency[i] = torch.where(mask[i], saliency[j], saliency[i])
-        donated = (saliency[j] * mask[i]).sum()
-        kept = (saliency[i] * ~mask[i]).sum()
-        share = kept / (kept + donated) if mask[i].any() else torch.ones_like(kept)
-        mixed_targets[i] = share * targets[i] + (1 - share) * targets[j]
-    donor = torch.tensor([donor_of.get(i, i) for i in range(len(x))])
-    stacked = (torch.stack(each) for each in (mixed, mixed_targets, mixed_saliency))
-    return *stacked, mask, donor
+    donor = torch.arange(len(saliency))
+    gain = gain_by_repetition(saliency, rho)[is_easy]
+    _, chosen = linear_sum_assignment(gain.numpy(), maximize=True)  # Eq. 7
+    donor[is_easy] = torch.from_numpy(chosen)
+    return donor
+
+
+def mix_all(
+    x: Tensor, targets: Tensor, saliency: Tensor, donor: Tensor, rho: float, prefix: int
+) -> Mix:
+    """Lines 6 to 8 of Algorithm 1, one sample after the other."""
+    mixed = []
+    for i, j in enumerate(donor.tolist()):
+        mask = saliency[j] - saliency[i] > rho  # Eq. 9
+        replaced = F.pad(mask, (prefix, 0))
+        tokens = torch.where(replaced[:, None], x[j], x[i])  # Eq. 10
+        kept = (saliency[i] * ~mask).sum()
+        donated = (saliency[j] * mask).sum()
+        keep_ratio = torch.ones_like(kept)
+        if mask.any():
+            keep_ratio = kept / (kept + donated)  # Eq. 11
+        label = keep_ratio * targets[i] + (1 - keep_ratio) * targets[j]
+        mixed_saliency = torch.where(mask, saliency[j], saliency[i])
+        mixed.append(Mix(tokens, label, mixed_saliency, mask, keep_ratio))
+    fields = zip(*mixed, strict=True)  # each of all samples
+    return Mix(*map(torch.stack, fields))

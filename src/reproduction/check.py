@@ -33,9 +33,9 @@ def check(points: Sequence[Point], is_dry: bool = False) -> list[str]:
     if number > 1:
         raise UserError(f"name={path}: {number} points share it; name='x-${{KEY}}' names each")
     for point in points:
-        checks.folder(point)
+        checks.check_folder(point)
         if not point.folder.is_finished():
-            checks.run(point.config)
+            checks.check_run(point.config)
     return [*checks.lacks]
 
 
@@ -47,9 +47,9 @@ class Checks:
     lacks: dict[str, None] = field(default_factory=dict)  # in their order, each once
     checked: set[str] = field(default_factory=set)
 
-    def folder(self, point: Point) -> None:
+    def check_folder(self, point: Point) -> None:
         """Checks that the folder can be used, and that its run is of the same data."""
-        from reproduction.data.sources import opened, record  # import torch
+        from reproduction.data.sources import opened, record  # imports torch
 
         config, folder = point.config, point.folder
         folder.check(config)
@@ -62,28 +62,24 @@ class Checks:
         if folder.read_summary().get("data") and self.has_images(config.dataset):
             folder.check_data(record(opened(config.dataset), config.model.weights))
 
-    def run(self, config: Config) -> None:
+    def check_run(self, config: Config) -> None:
         """Checks the device, the images and the model."""
-        import torch
-
-        from reproduction.models.build import build_module, tokens_of
-        from reproduction.training import run
+        from reproduction.models.build import try_pass, without_weights  # imports torch
+        from reproduction.training.run import check_start
 
         setting = f"{row_hash(config)} {config.device} {config.compile}"
         if setting in self.checked or not is_first_rank():
             return
         self.checked.add(setting)
-        self.device(config)
+        self.check_device(config)
         if self.is_dry and isinstance(config.model, ViT):  # its first weights are a download
             config = replace(config, model=replace(config.model, pretrained=None))
         if self.has_images(config.dataset):
-            run.check(config)
-            return
-        with torch.device("meta"):
-            module = build_module(config.model, config.augmentation, CLASSES)
-        tokens_of(config.model, module)
+            check_start(config)
+        else:
+            try_pass(without_weights(config.model), config.augmentation, CLASSES)
 
-    def device(self, config: Config) -> None:
+    def check_device(self, config: Config) -> None:
         from reproduction.training.ranks import resolve_device  # imports torch
 
         try:

@@ -27,10 +27,10 @@ class Adapter:
     """Describes where a model keeps its blocks, and what their tokens are.
 
     Paths are dotted, such as `encoder.layers`; in `blocks`, `*` is every module of a sequence. A
-    block gets its tokens first, `b n d` or a map `b rows columns d`, and returns them first. HTM
-    and VTM work with blocks that compute one softmax over all of their tokens. HTM alone works with
-    `geometry`, the maps of windows or of fewer keys, and with `saliency`, whatever the attention.
-    Raises ValueError for a prefix that is no number, or without the class token that is read.
+    block gets its tokens first, `b n d` or a grid `b rows columns d`, and returns them first. HTM
+    and VTM work with blocks that compute one softmax over all of their tokens. HTM alone also works
+    with maps of windows or of fewer keys (`geometry`), and without any map (`saliency`). Raises
+    ValueError if `num_prefix_tokens` is no int >= 0, or 0 although the class token is read.
     """
 
     blocks: str  # path from the model to the sequence of blocks, such as `layers.*.blocks`
@@ -43,16 +43,16 @@ class Adapter:
     patch_embed: str | None = None
     square_patches: bool = False  # whether their grid has the image's aspect ratio
     in_rows: bool = True  # whether spatial tokens are in the order of the image, row by row
-    # The block, its attention map and its arguments, also by name -> saliency `b t` of its input
+    # (block, map, *args, **kwargs of the block) -> saliency `b t` of its input; any shape of map
     geometry: Callable[..., Tensor] | None = None
-    # The block and its arguments -> saliency `b t`, if it computes no softmax
+    # (block, *args, **kwargs of the block) -> saliency `b t` of its input; without a map
     saliency: Callable[..., Tensor] | None = None
 
     def __post_init__(self) -> None:
-        prefix = self.num_prefix_tokens
-        if type(prefix) is not int or prefix < 0:
-            raise ValueError(f"Adapter.num_prefix_tokens={prefix!r}: must be an int >= 0")
-        if self.reads_class_token and not prefix:
+        number = self.num_prefix_tokens
+        if type(number) is not int or number < 0:
+            raise ValueError(f"Adapter.num_prefix_tokens={number!r}: must be an int >= 0")
+        if self.reads_class_token and not number:
             raise ValueError("Adapter.reads_class_token=True: needs num_prefix_tokens >= 1")
 
     @property
@@ -102,13 +102,15 @@ def _stages(blocks: str, geometry: Callable[..., Tensor], in_rows: bool = True) 
     )
 
 
-def _huggingface(name: str, blocks: str, prefix: int, reads_class_token: bool = True) -> Adapter:
+def _huggingface(
+    name: str, blocks: str, num_prefix_tokens: int, reads_class_token: bool = True
+) -> Adapter:
     """Returns the adapter of a model of transformers; `name`: of its backbone."""
     return Adapter(
         blocks=f"{name}.{blocks}",
         embed_dim="config.hidden_size",
         patch_embed=f"{name}.embeddings.patch_embeddings.projection",
-        num_prefix_tokens=prefix,
+        num_prefix_tokens=num_prefix_tokens,
         reads_class_token=reads_class_token,
     )
 
@@ -137,7 +139,7 @@ ADAPTERS = {  # models that work without an adapter of the user's
 
 
 def adapter_of(model: Any) -> Adapter:
-    """Returns the adapter of a known model class; that of timm's names for any other class."""
+    """Returns the adapter of a known model class; for any other class, that of timm's names."""
     kinds = type(model).__mro__  # fully_shard puts classes of its own in front
     kind = next(kind for kind in kinds if not kind.__name__.startswith("FSDP"))
     return ADAPTERS.get(f"{kind.__module__}.{kind.__name__}") or timm_adapter(model)
@@ -146,7 +148,7 @@ def adapter_of(model: Any) -> Adapter:
 def timm_adapter(model: Any) -> Adapter:
     """Returns the adapter of a model with timm's names."""
     joins_later = hasattr(model, "blocks_token_only")  # CaiT's class token has blocks of its own
-    prefix = 0 if joins_later else getattr(model, "num_prefix_tokens", 0)
+    num_prefix_tokens = 0 if joins_later else getattr(model, "num_prefix_tokens", 0)
     pools_token = getattr(model, "global_pool", None) == "token"
     patch_embed = getattr(model, "patch_embed", None)
     patch_size = getattr(patch_embed, "patch_size", None)
@@ -155,8 +157,8 @@ def timm_adapter(model: Any) -> Adapter:
         blocks="blocks",
         embed_dim="embed_dim",
         square_patches=is_square,
-        num_prefix_tokens=prefix,
-        reads_class_token=pools_token and prefix > 0 and has_class_token(model),
+        num_prefix_tokens=num_prefix_tokens,
+        reads_class_token=pools_token and num_prefix_tokens > 0 and has_class_token(model),
     )
 
 
@@ -172,8 +174,7 @@ def blocks_of(model: Any, adapter: Adapter | None = None) -> list[nn.Module]:
     their tokens are the prefix.
     """
     if adapter is None:
-        adapter = adapter_of(model)
-        _check_timm(model, adapter)
+        adapter = checked_adapter_of(model)
     modules = [model]
     for path in adapter.blocks.split(".*."):
         inside: list[nn.Module] = []
@@ -187,11 +188,6 @@ def blocks_of(model: Any, adapter: Adapter | None = None) -> list[nn.Module]:
     if len(set(modules)) < len(modules):
         raise ValueError(f"Adapter.blocks={adapter.blocks!r}: holds one block more than once")
     return modules
-
-
-def name_of(index: int, block: nn.Module) -> str:
-    """Returns the name of a block in messages."""
-    return f"block {index} ({type(block).__name__})"
 
 
 def width_of(model: Any, block: nn.Module, adapter: Adapter) -> int:
@@ -228,8 +224,12 @@ def _follow(start: Any, path: str, field: str) -> Any:
         raise ValueError(f"Adapter.{field}={path!r}: {error}") from error
 
 
-def _check_timm(model: Any, adapter: Adapter) -> None:
-    """Raises ValueError if an adapter of the user's must say what this model's tokens are."""
+def checked_adapter_of(model: Any) -> Adapter:
+    """Returns `adapter_of`, if that tells which tokens of the model are the prefix.
+
+    Raises ValueError if an adapter of the user's must say it.
+    """
+    adapter = adapter_of(model)
     name = type(model).__name__
     if adapter.blocks == "blocks" and not hasattr(model, "blocks"):
         raise ValueError(f"{name} has no sequence named blocks; it needs an Adapter")
@@ -237,10 +237,11 @@ def _check_timm(model: Any, adapter: Adapter) -> None:
     if own is not None:
         must = "an Adapter must say num_prefix_tokens and reads_class_token"
         raise ValueError(f"{name} has its own {own}: {must}")
+    return adapter
 
 
 def _own_way(model: Any, adapter: Adapter) -> str | None:
-    """Names what a model does its own way, so that timm's names do not tell its tokens."""
+    """Names what a model has of its own, so that timm's names do not tell its tokens."""
     kinds = type(model).__mro__
     foreign = [kind for kind in kinds if not kind.__module__.startswith("timm.")]
     if len(foreign) < len(kinds):  # a model of timm's, or made from one

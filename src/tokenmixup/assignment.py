@@ -1,6 +1,6 @@
 """Matches receivers with donors: the gain of every pair and the best assignment (Section 3.2).
 
-Letters: b batch, k receivers, t spatial tokens; rows are receivers, columns donors.
+Letters: b batch, r receivers, t spatial tokens; rows are receivers, columns donors.
 """
 
 from importlib.util import find_spec
@@ -10,8 +10,8 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 HAS_TRITON = find_spec("triton") is not None  # comes with torch for CUDA on Linux
-MOST = 1024  # samples that the kernel matches; the host matches larger batches
-HELD_PAIRS = 2**25  # numbers of pairs of tokens that a GPU holds at once
+MOST_SAMPLES = 1024  # that the kernel matches; the host matches larger batches
+HELD_GAINS = 2**25  # of tokens, which a GPU holds at once
 
 
 class Diverged(FloatingPointError):
@@ -31,36 +31,36 @@ def gain_matrix(saliency: Tensor, rho: float) -> Tensor:
     if rho == float("inf"):
         return saliency.new_zeros(len(saliency), len(saliency), dtype=torch.float64)
     saliency = saliency.double()  # below, distance and surplus nearly cancel
-    offered = saliency - rho
-    if saliency.is_cuda:  # Eq. 6 as it stands, in parts of HELD_PAIRS: compiled, one kernel
-        receivers = max(1, HELD_PAIRS // saliency.numel())
+    less_rho = saliency - rho
+    if saliency.is_cuda:  # Eq. 6 as it stands, for some receivers at once: compiled, one kernel
+        at_once = max(1, HELD_GAINS // saliency.numel())
         parts = [
-            (offered - own[:, None]).clamp(min=0).sum(dim=2) for own in saliency.split(receivers)
+            (less_rho - own[:, None]).clamp(min=0).sum(dim=2) for own in saliency.split(at_once)
         ]
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts)
-    distance = torch.cdist(saliency, offered, p=1)
-    surplus = offered.sum(dim=1)[None, :] - saliency.sum(dim=1)[:, None]
+    distance = torch.cdist(saliency, less_rho, p=1)
+    surplus = less_rho.sum(dim=1)[None, :] - saliency.sum(dim=1)[:, None]
     return distance.lerp_(surplus, 0.5).clamp_(min=0).fill_diagonal_(0)
 
 
 def optimal_assignment(gain: Tensor) -> Tensor:
     """Returns different donors of maximal total gain (Eq. 7), by the Hungarian algorithm.
 
-    `gain`: `k b` with k <= b; the solver runs on the host. Returns `k` int64 donor indices.
-    Raises ValueError if k > b, FloatingPointError if a gain is not finite.
+    `gain`: `r b` with r <= b; the solver runs on the host. Returns `r` int64 donor indices.
+    Raises ValueError if r > b, FloatingPointError if a gain is not finite.
     """
     gain = gain.detach().double().cpu()
-    receivers, donors = gain.shape
-    if receivers > donors:
-        raise ValueError(f"{receivers} receivers cannot have different donors out of {donors}")
+    r, b = gain.shape
+    if r > b:
+        raise ValueError(f"{r} receivers cannot have different donors out of {b}")
     check_finite(gain)
     return torch.from_numpy(linear_sum_assignment(gain.numpy(), maximize=True)[1])
 
 
 def check_finite(gain: Tensor) -> None:
-    """Raises Diverged if a gain is not finite; their sum shows it fastest."""
+    """Raises Diverged if a gain is not finite; the sum of all shows it fastest."""
     if not gain.sum().isfinite():
         raise Diverged("the saliency gain is not finite: the model has diverged")
 
@@ -68,7 +68,7 @@ def check_finite(gain: Tensor) -> None:
 @torch.library.custom_op("tokenmixup::donors", mutates_args=())
 def donors(gain: Tensor, is_easy: Tensor) -> Tensor:
     """`optimal_donors` as an operator, which neither a compiler nor a CUDA graph cuts."""
-    if gain.is_cuda and HAS_TRITON and len(gain) <= MOST:
+    if gain.is_cuda and HAS_TRITON and len(gain) <= MOST_SAMPLES:
         from tokenmixup.assignment_kernel import device_donors
 
         with torch.cuda.device(gain.device):  # Triton launches on the current one
@@ -91,8 +91,8 @@ def _(gain: Tensor, is_easy: Tensor) -> Tensor:
 def optimal_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
     """Returns the donor of every sample by optimal assignment (Eq. 7); a hard sample's is itself.
 
-    `gain`: `b b`, receiver x donor; `is_easy`: `b` bool. Returns `b` int64. If the gain of an easy
-    sample is not finite, raises FloatingPointError on the host; a GPU, which nobody waits for,
-    gives all easy samples the last one, -1.
+    `gain`: `b b`, receiver x donor; `is_easy`: `b` bool. Returns `b` int64. Raises
+    FloatingPointError on a CPU if the gain of an easy sample is not finite. A GPU, which is not
+    waited for, then returns -1 for all easy samples, which indexes the last sample.
     """
     return donors(gain, is_easy)

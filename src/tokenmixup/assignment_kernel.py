@@ -26,12 +26,13 @@ from torch import Tensor
 ONE = tl.constexpr(2**28)  # the largest gain; sums of four such numbers fit into 31 bits
 FAR = tl.constexpr(2**31 - 1)
 NEVER = tl.constexpr(-(2**30))  # worth of a column that is none
+NO_SEARCH = tl.constexpr(-1)  # donor of a sample that has one already, or never gets one
 SMALLEST = tl.constexpr(1e-290)  # gains whose range is below are taken as equal
 COOLING = tl.constexpr(0.3)
 OVERRELAXED = tl.constexpr(1.4)  # steps of Sinkhorn's iterations (Thibault et al., 2017)
 LARGEST_EXPONENT = tl.constexpr(100.0)  # of a donor's factor, a power of two
 LN_2 = tl.constexpr(0.6931471805599453)
-TILE = 2**12  # numbers that are processed together; more need registers that spill
+TILE = 2**12  # gains that are processed together; more need registers that spill
 # Chosen by counted steps and instructions, not yet by times on a GPU
 ITERATIONS = 4  # of Sinkhorn's, in each phase
 BIDS = 4  # rounds of them
@@ -40,10 +41,10 @@ SEARCHED = 256  # columns for each warp of the second, which waits for all of th
 
 
 @triton.jit
-def _load(cost_ptr, first, b, B: tl.constexpr, R: tl.constexpr):
+def _load(int_gain_ptr, first, b, B: tl.constexpr, R: tl.constexpr):
     """Integer gains of the rows from `first` on, `R B`, and the row numbers; 0 outside."""
     cols, row = tl.arange(0, B), first + tl.arange(0, R)
-    return tl.load(cost_ptr + row[:, None] * B + cols[None, :], (row < b)[:, None], 0), row
+    return tl.load(int_gain_ptr + row[:, None] * B + cols[None, :], (row < b)[:, None], 0), row
 
 
 @triton.jit
@@ -57,7 +58,7 @@ def _easy_gains(gain_ptr, easy_ptr, first, b, B: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def _to_integers(gain_ptr, easy_ptr, cost_ptr, b, B: tl.constexpr, R: tl.constexpr):
+def _to_integers(gain_ptr, easy_ptr, int_gain_ptr, b, B: tl.constexpr, R: tl.constexpr):
     """Writes the gains as integers, `b+1 B`, zeros for hard samples and for row b.
 
     The smallest gain becomes 0, since every easy sample takes exactly one donor. Returns the number
@@ -81,25 +82,27 @@ def _to_integers(gain_ptr, easy_ptr, cost_ptr, b, B: tl.constexpr, R: tl.constex
     least = tl.where(has_span, least, 0.0)
     for first in range(0, b + 1, R):
         gain, used, _ = _easy_gains(gain_ptr, easy_ptr, first, b, B, R)
-        whole = tl.where(used & has_span, (gain - least) * scale + 0.5, 0.0).to(tl.int32)
+        int_gain = tl.where(used & has_span, (gain - least) * scale + 0.5, 0.0).to(tl.int32)
         row = first + tl.arange(0, R)
-        tl.store(cost_ptr + row[:, None] * B + cols[None, :], whole, (row <= b)[:, None])
+        tl.store(int_gain_ptr + row[:, None] * B + cols[None, :], int_gain, (row <= b)[:, None])
     tl.debug_barrier()
     return easy_rows, finite
 
 
 @triton.jit
-def _regrets(cost_ptr, price, first, b, B: tl.constexpr, R: tl.constexpr):
-    """What each donor is worth less than the row's best one at these prices, `R B` float32 <= 0."""
+def _regrets(int_gain_ptr, price, first, b, B: tl.constexpr, R: tl.constexpr):
+    """What each donor is worth less than the row's best one at these prices, `R B` float32 >= 0."""
     cols = tl.arange(0, B)
-    whole, row = _load(cost_ptr, first, b, B, R)
+    int_gain, row = _load(int_gain_ptr, first, b, B, R)
     inside = (row < b)[:, None] & (cols < b)[None, :]
-    worth = tl.where(inside, whole.to(tl.float32) / ONE - price[None, :], -4.0)
-    return tl.where(inside, worth - tl.max(worth, 1)[:, None], 0.0), inside, row
+    worth = tl.where(inside, int_gain.to(tl.float32) / ONE - price[None, :], -4.0)
+    return tl.where(inside, tl.max(worth, 1)[:, None] - worth, 0.0), inside, row
 
 
 @triton.jit
-def _prices(cost_ptr, kernel_ptr, b, easy_rows, B: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
+def _prices(
+    int_gain_ptr, gibbs_ptr, b, easy_rows, B: tl.constexpr, R: tl.constexpr, N: tl.constexpr
+):
     """Guesses the dual values of the donors, `B` integers in 0..ONE, by N iterations in each phase.
 
     Maximises gain and entropy (Cuturi, 2013) at falling temperatures: 20, 6, 1.8 and 0.5 % of the
@@ -108,21 +111,22 @@ def _prices(cost_ptr, kernel_ptr, b, easy_rows, B: tl.constexpr, R: tl.constexpr
     cols = tl.arange(0, B)
     largest = tl.zeros([R, B], tl.int32)
     for first in range(0, b, R):
-        whole, _ = _load(cost_ptr, first, b, B, R)
-        largest = tl.maximum(largest, whole)
+        int_gain, _ = _load(int_gain_ptr, first, b, B, R)
+        largest = tl.maximum(largest, int_gain)
     price = tl.max(largest, 0).to(tl.float32) / ONE
     share = tl.full((), 0.2, tl.float32)
     for _phase in range(4):
-        regret = tl.zeros([R, B], tl.float32)
+        sums = tl.zeros([R, B], tl.float32)
         for first in range(0, b, R):
-            worth, _, _ = _regrets(cost_ptr, price, first, b, B, R)
-            regret -= worth
-        heat = tl.maximum(share * tl.sum(regret) / b / b, 1e-30)
+            regret, _, _ = _regrets(int_gain_ptr, price, first, b, B, R)
+            sums += regret
+        heat = tl.maximum(share * tl.sum(sums) / b / b, 1e-30)
         share *= COOLING
         for first in range(0, b, R):
-            worth, inside, row = _regrets(cost_ptr, price, first, b, B, R)
-            kernel = tl.where(inside, tl.exp(tl.maximum(worth / heat, -40.0)), 0.0)  # in range
-            tl.store(kernel_ptr + row[:, None] * B + cols[None, :], kernel)
+            regret, inside, row = _regrets(int_gain_ptr, price, first, b, B, R)
+            # the Gibbs kernel, bounded to the range of float32
+            gibbs = tl.where(inside, tl.exp(tl.maximum(-regret / heat, -40.0)), 0.0)
+            tl.store(gibbs_ptr + row[:, None] * B + cols[None, :], gibbs)
         tl.debug_barrier()
         exponent = tl.zeros([B], tl.float32)
         for _ in range(N):
@@ -130,37 +134,37 @@ def _prices(cost_ptr, kernel_ptr, b, easy_rows, B: tl.constexpr, R: tl.constexpr
             wanted = tl.zeros([R, B], tl.float32)
             for first in range(0, b, R):
                 row = first + tl.arange(0, R)
-                kernel = tl.load(kernel_ptr + row[:, None] * B + cols[None, :])
-                total = tl.sum(kernel * factor[None, :], 1)
+                gibbs = tl.load(gibbs_ptr + row[:, None] * B + cols[None, :])
+                total = tl.sum(gibbs * factor[None, :], 1)
                 weight = tl.where(row < b, 1.0 / tl.where(row < b, total, 1.0), 0.0)
-                wanted += kernel * weight[:, None]
+                wanted += gibbs * weight[:, None]
             step = -tl.log2(tl.sum(wanted, 0)) - exponent
             exponent += OVERRELAXED * step
             exponent = tl.minimum(tl.maximum(exponent, -LARGEST_EXPONENT), LARGEST_EXPONENT)
         price -= heat * LN_2 * exponent
         tl.debug_barrier()
-    whole = (tl.minimum(tl.maximum(price, -3.5), 3.5) * ONE).to(tl.int32)
-    low = tl.min(tl.where(cols < b, whole, FAR), 0)
-    high = tl.max(tl.where(cols < b, whole, -FAR), 0)
+    int_price = (tl.minimum(tl.maximum(price, -3.5), 3.5) * ONE).to(tl.int32)
+    low = tl.min(tl.where(cols < b, int_price, FAR), 0)
+    high = tl.max(tl.where(cols < b, int_price, -FAR), 0)
     free = tl.maximum(b - easy_rows, 1)
     while low < high:  # bisects for the price that `free` donors do not exceed
         middle = low + (high - low) // 2
-        enough = tl.sum(((whole <= middle) & (cols < b)).to(tl.int32), 0) >= free
+        enough = tl.sum(((int_price <= middle) & (cols < b)).to(tl.int32), 0) >= free
         low = tl.where(enough, low, middle + 1)
         high = tl.where(enough, middle, high)
-    return tl.minimum(tl.maximum(whole - low, 0), ONE)
+    return tl.minimum(tl.maximum(int_price - low, 0), ONE)
 
 
 @triton.jit
-def _bid(cost_ptr, easy_ptr, price, owner, b, B: tl.constexpr, R: tl.constexpr):
+def _bid(int_gain_ptr, easy_ptr, price, owner, b, B: tl.constexpr, R: tl.constexpr):
     """Lets every waiting receiver bid once; returns prices, owners and the number of moves."""
     cols = tl.arange(0, B)
     raised, winner = tl.full([B], -1, tl.int32), tl.full([B], -1, tl.int32)
     for first in range(0, b, R):
-        whole, row = _load(cost_ptr, first, b, B, R)
+        int_gain, row = _load(int_gain_ptr, first, b, B, R)
         has = tl.max((owner[None, :] == row[:, None]).to(tl.int32), 1) > 0
         waits = (tl.load(easy_ptr + row, row < b, 0) != 0) & (has == 0)
-        worth = tl.where((cols < b)[None, :], whole - price[None, :], NEVER)
+        worth = tl.where((cols < b)[None, :], int_gain - price[None, :], NEVER)
         best = tl.max(worth, 1)
         place = tl.min(tl.where(worth == best[:, None], cols[None, :], B), 1)
         here = cols[None, :] == place[:, None]
@@ -177,16 +181,19 @@ def _bid(cost_ptr, easy_ptr, price, owner, b, B: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def _augment(cost_ptr, root, price, owner, b, B: tl.constexpr):
+def _augment(int_gain_ptr, root, price, owner, b, B: tl.constexpr):
     """Gives `root` a donor by the shortest path to a free one; returns prices and owners."""
     cols = tl.arange(0, B)
     is_open = (cols < b) & (owner != root)  # row b may have several donors: all are reached
     label = tl.where(owner == root, 0, tl.full([B], FAR, tl.int32))  # distance minus price
     before = tl.zeros([B], tl.int32)  # the row from which a donor is reached
-    zero = tl.full((), 0, tl.int32)
-    row, base, end, reached = root + zero, zero, zero, zero
+    zero = tl.full((), 0, tl.int32)  # a tensor, as a loop must not change the type of a variable
+    row = root + zero  # from which the paths go on; -1 once a free donor is reached
+    base = zero  # the distance of the donor that `row` has, plus what it is worth to `row`
+    end = zero  # the nearest of the open donors
+    reached = zero  # its distance
     while row >= 0:
-        offer = base - tl.load(cost_ptr + row * B + cols)
+        offer = base - tl.load(int_gain_ptr + row * B + cols)
         better = is_open & (offer < label)
         label = tl.where(better, offer, label)
         before = tl.where(better, row, before)
@@ -197,7 +204,7 @@ def _augment(cost_ptr, root, price, owner, b, B: tl.constexpr):
         end, row = key % B, key // B - 1
         is_end = cols == end
         base = reached - tl.sum(tl.where(is_end, price, 0), 0)
-        base += tl.load(cost_ptr + tl.maximum(row, 0) * B + end)
+        base += tl.load(int_gain_ptr + tl.maximum(row, 0) * B + end)
         is_open = is_open & (is_end == 0)
     price = tl.where(is_open | (cols >= b), price, reached - label)
     row = zero - 1
@@ -213,8 +220,8 @@ def _augment(cost_ptr, root, price, owner, b, B: tl.constexpr):
 def _start(
     gain_ptr,
     easy_ptr,
-    cost_ptr,
-    kernel_ptr,
+    int_gain_ptr,
+    gibbs_ptr,
     price_ptr,
     owner_ptr,
     donor_ptr,
@@ -224,36 +231,36 @@ def _start(
     N: tl.constexpr,
     BIDS: tl.constexpr,
 ):
-    """Steps 1 and 2: writes prices and owners, and -1 as the donor of whoever needs no search."""
+    """Steps 1 and 2: writes prices and owners, and as donors NO_SEARCH or the sample itself."""
     cols = tl.arange(0, B)
-    easy_rows, finite = _to_integers(gain_ptr, easy_ptr, cost_ptr, b, B, R)
+    easy_rows, finite = _to_integers(gain_ptr, easy_ptr, int_gain_ptr, b, B, R)
     easy = tl.load(easy_ptr + cols, cols < b, 0) != 0
-    own = tl.where(easy & (finite == 0), -1, cols)  # a hard sample's donor is itself
+    own = tl.where(easy & (finite == 0), NO_SEARCH, cols)  # a hard sample's donor is itself
     tl.store(donor_ptr + cols, own.to(tl.int64), cols < b)
     price, owner = tl.zeros([B], tl.int32), tl.full([B], -1, tl.int32)
     if finite & (easy_rows > 0):
         if 8 * easy_rows > b:  # else few compete for a donor
-            price = _prices(cost_ptr, kernel_ptr, b, easy_rows, B, R, N)
+            price = _prices(int_gain_ptr, gibbs_ptr, b, easy_rows, B, R, N)
         moves, rounds = tl.full((), 1, tl.int32), tl.full((), 0, tl.int32)
         while (moves > 0) & (rounds < BIDS):
-            price, owner, moves = _bid(cost_ptr, easy_ptr, price, owner, b, B, R)
+            price, owner, moves = _bid(int_gain_ptr, easy_ptr, price, owner, b, B, R)
             rounds += 1
     tl.debug_barrier()
-    tl.store(donor_ptr + owner, tl.full([B], -1, tl.int64), owner >= 0)
+    tl.store(donor_ptr + owner, tl.full([B], NO_SEARCH, tl.int64), owner >= 0)
     tl.store(price_ptr + cols, price)
     tl.store(owner_ptr + cols, owner)
 
 
 @triton.jit
-def _search(cost_ptr, easy_ptr, price_ptr, owner_ptr, donor_ptr, b, B: tl.constexpr):
+def _search(int_gain_ptr, easy_ptr, price_ptr, owner_ptr, donor_ptr, b, B: tl.constexpr):
     """Steps 3 and 4: writes the donors."""
     cols = tl.arange(0, B)
     price, owner = tl.load(price_ptr + cols), tl.load(owner_ptr + cols)
     easy = tl.load(easy_ptr + cols, cols < b, 0) != 0
-    waits = easy & (tl.load(donor_ptr + cols, cols < b, -1) >= 0)
+    waits = easy & (tl.load(donor_ptr + cols, cols < b, NO_SEARCH) != NO_SEARCH)
     root = tl.min(tl.where(waits, cols, FAR), 0)
     while root < b:
-        price, owner = _augment(cost_ptr, root, price, owner, b, B)
+        price, owner = _augment(int_gain_ptr, root, price, owner, b, B)
         waits = waits & (cols != root)
         root = tl.min(tl.where(waits, cols, FAR), 0)
     easy_rows = tl.sum(easy.to(tl.int32), 0)
@@ -261,7 +268,7 @@ def _search(cost_ptr, easy_ptr, price_ptr, owner_ptr, donor_ptr, b, B: tl.conste
         cheapest = tl.min(tl.where(cols < b, price, FAR), 0)
         owner = tl.where((owner < 0) & (cols < b) & (price == cheapest), b, owner)
         while tl.max(((owner < 0) & (cols < b)).to(tl.int32), 0) > 0:
-            price, owner = _augment(cost_ptr, b, price, owner, b, B)
+            price, owner = _augment(int_gain_ptr, b, price, owner, b, B)
     tl.debug_barrier()
     tl.store(donor_ptr + owner, cols.to(tl.int64), (owner >= 0) & (owner < b))
 
@@ -276,13 +283,13 @@ def device_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
     size = max(triton.next_power_of_2(b), 16)
     rows = min(size, TILE // size)
     gain, is_easy = gain.contiguous(), is_easy.contiguous()
-    cost = gain.new_empty((b + rows) * size, dtype=torch.int32)
-    kernel = torch.empty_like(cost, dtype=torch.float32)
-    price, owner = cost.new_empty(2, size)
+    int_gain = gain.new_empty((b + rows) * size, dtype=torch.int32)
+    gibbs = torch.empty_like(int_gain, dtype=torch.float32)
+    price, owner = int_gain.new_empty(2, size)
     donor = gain.new_empty(b, dtype=torch.int64)
     state = (price, owner, donor)
     _start[(1,)](
-        gain, is_easy, cost, kernel, *state, b, size, rows, ITERATIONS, BIDS, num_warps=WARPS
+        gain, is_easy, int_gain, gibbs, *state, b, size, rows, ITERATIONS, BIDS, num_warps=WARPS
     )
-    _search[(1,)](cost, is_easy, *state, b, size, num_warps=max(1, size // SEARCHED))
+    _search[(1,)](int_gain, is_easy, *state, b, size, num_warps=max(1, size // SEARCHED))
     return donor

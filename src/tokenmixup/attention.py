@@ -1,6 +1,6 @@
 """An attention map: its rows, and what each key receives in it.
 
-Letters: b batch, h heads, n queries, m keys, e head width.
+Letters: b batch, h heads, q queries, k keys, e head width.
 """
 
 import math
@@ -13,74 +13,72 @@ from tokenmixup.assignment import HAS_TRITON
 from tokenmixup.contexts import without_autocast
 
 HALF = (torch.float16, torch.bfloat16)
-HELD_KEYS = 2**15  # numbers of a head's keys, in powers of two, that the kernel holds: 64 KiB
+# What the kernel holds of one head's keys: 64 KiB. In elements, keys x width, each of them rounded
+# up to a power of two
+HELD_KEYS = 2**15
 
 
 @dataclass
 class AttentionMap:
-    """An attention map, `b h .. n m`, given by queries and keys or by its weights."""
+    """An attention map, `b h .. q k`, given by queries and keys or by its weights."""
 
-    q: Tensor | None = None  # b h .. n e
-    k: Tensor | None = None  # b h .. m e
-    bias: Tensor | None = None  # added to the scaled scores; or bool, the scores that count
+    q: Tensor | None = None  # b h .. q e
+    k: Tensor | None = None  # b h .. k e
+    mask: Tensor | None = None  # added to the scaled scores; or bool: which scores count
     scale: float = 1.0  # of the scores
-    weights: Tensor | None = None  # b h .. n m, after softmax
+    weights: Tensor | None = None  # b h .. q k, after softmax
 
-    def rows(self, rows: int | None = None, keys: int | None = None) -> Tensor:
-        """Returns the map of the first queries over the first keys, each row with the sum 1.
+    def probabilities(self, queries: int | None = None, keys: int | None = None) -> Tensor:
+        """Returns the map of the first queries over the first keys; each row sums to 1.
 
-        It is computed in float32 at least, whose scores float16 could not hold.
+        In float32 or wider, since scores could overflow float16.
         """
         if self.weights is not None:
-            return _part(self.weights, rows, keys)
-        assert self.q is not None and self.k is not None, "given if there are no weights"
-        q, k = self.q[..., :rows, :], self.k[..., :keys, :]
+            weights = self.weights[..., :queries, :keys]
+            weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+            if weights.shape[-1] == self.weights.shape[-1]:
+                return weights
+            return weights / weights.sum(dim=-1, keepdim=True)
+        assert self.q is not None and self.k is not None  # as there are no weights
+        q, k = self.q[..., :queries, :], self.k[..., :keys, :]
         # decorated, a method could not be compiled by torch 2.11
         with torch.no_grad(), without_autocast(q.device.type):
             scores = _scores(q, k, self.scale)
-            if self.bias is None:
+            if self.mask is None:
                 return scores.softmax(dim=-1)
-            bias = self.bias[..., :keys]
-            if bias.shape[-2] > 1:
-                bias = bias[..., :rows, :]
-            if bias.dtype == torch.bool:
-                scores = scores.masked_fill(~bias, -torch.inf)
+            mask = self.mask[..., :keys]
+            if mask.shape[-2] > 1:
+                mask = mask[..., :queries, :]
+            if mask.dtype == torch.bool:
+                scores = scores.masked_fill(~mask, -torch.inf)
             else:
-                scores = scores + bias
+                scores = scores + mask
             sees_none = scores.isneginf().all(dim=-1, keepdim=True)
             return scores.softmax(dim=-1).masked_fill(sees_none, 0)  # as fused attention
 
-    def received(self, rows: int | None = None, keys: int | None = None) -> Tensor:
-        """Returns what each key receives, `b .. m`: the mean over heads and queries."""
-        if self.q is not None and self.k is not None and self.bias is None:
-            q, k = self.q[..., :rows, :], self.k[..., :keys, :]
+    def received(self, queries: int | None = None, keys: int | None = None) -> Tensor:
+        """Returns what each key receives, `b .. k`: the mean over heads and queries."""
+        if self.q is not None and self.k is not None and self.mask is None:
+            q, k = self.q[..., :queries, :], self.k[..., :keys, :]
             if _has_kernel(q, k):
                 return received_on_device(q, k, self.scale)
-        return self.rows(rows, keys).mean(dim=(1, -2))
-
-
-def _part(weights: Tensor, rows: int | None, keys: int | None) -> Tensor:
-    """Returns the first rows and columns of a map, with the sum 1, in float32 at least."""
-    part = weights[..., :rows, :keys]
-    part = part.to(torch.promote_types(part.dtype, torch.float32))
-    if keys is None or keys == weights.shape[-1]:
-        return part
-    return part / part.sum(dim=-1, keepdim=True)
+        return self.probabilities(queries, keys).mean(dim=(1, -2))
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Returns scaled products of queries and keys, `b h .. n m`, in float32 at least."""
+    """Returns scaled products of queries and keys, `b h .. q k`, in float32 or wider."""
     if q.shape[1] != k.shape[1]:  # heads share their keys
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    exact = torch.promote_types(q.dtype, torch.float32)
-    queries, keys = (x.to(exact).flatten(0, -3) for x in (q, k))
-    empty = q.new_empty((), dtype=exact)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    queries, keys = (x.to(wide).flatten(0, -3) for x in (q, k))
+    empty = q.new_empty((), dtype=wide)
+    # scale * queries @ keys.mT in one kernel; beta=0 ignores `empty`
     scores = torch.baddbmm(empty, queries, keys.mT, beta=0, alpha=scale)
     return scores.unflatten(0, q.shape[:-2])
 
 
 def _has_kernel(q: Tensor, k: Tensor) -> bool:
-    """Whether one kernel takes these: float16 or bf16, `b h n e`, and a head's keys fit into it."""
+    """Whether one kernel takes these: float16 or bf16, `b h q e`, and a head's keys fit into it."""
     if not (q.is_cuda and HAS_TRITON and q.ndim == 4 and q.shape[:2] == k.shape[:2]):
         return False
     keys = math.ceil(math.log2(k.shape[2]))
@@ -90,7 +88,7 @@ def _has_kernel(q: Tensor, k: Tensor) -> bool:
 
 @torch.library.custom_op("tokenmixup::received", mutates_args=())
 def received_on_device(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """What keys receive, by one kernel: `b h n e`, `b h m e` -> `b m` float32."""
+    """What keys receive, by one kernel: `b h q e`, `b h k e` -> `b k` float32."""
     from tokenmixup.attention_kernel import received
 
     with torch.cuda.device(q.device):  # Triton launches on the current one

@@ -1,6 +1,7 @@
 """A block in one pass: what is planned for it, what enters it, and how it is run with a memory.
 
-Letters: b batch, n tokens with prefix, t spatial tokens, d width, m memory, h w image.
+Letters: b batch, h heads, n tokens with prefix, t spatial tokens, d width, e head width, m memory;
+of an image h w.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,16 +20,21 @@ Forward = Callable[..., Any]  # of a module, which has arguments and output of i
 
 @dataclass(eq=False)
 class BlockInput:
-    """What enters a block in one pass: that from which a detector computes saliency, `b t`."""
+    """The input of a block in one pass; a detector computes saliency from it, `b t`."""
 
     args: tuple[Any, ...]  # of the block: its tokens, `b n d` or `b rows columns d`, first
     kwargs: Mapping[str, Any]
     adapter: Adapter
-    blocks: Sequence[nn.Module]  # this one and those behind it
-    name: str = "the block"
-    pixels: Tensor | None = None  # b h w, magnitude of the input gradient
+    blocks: Sequence[nn.Module]  # this one and those after it
+    name: str
+    input_gradient: Tensor | None = None  # b h w, its magnitude
     grid: tuple[int, int] | None = None  # rows and columns of patches, if known
-    watched: list[str] = field(default_factory=list)  # the blocks whose map was asked for
+    # the names of the blocks whose map was read; copies by `with_tokens` share this list
+    watched: list[str] = field(default_factory=list)
+
+    @property
+    def block(self) -> nn.Module:
+        return self.blocks[0]
 
     @property
     def tokens(self) -> Tensor:
@@ -37,15 +43,26 @@ class BlockInput:
         return tokens
 
     @property
+    def flat_tokens(self) -> Tensor:
+        """As `b n d`."""
+        return self.tokens.flatten(1, -2)
+
+    @property
     def num_tokens(self) -> int:
         """The number of the tokens, with prefix."""
         return self.tokens.shape[1:-1].numel()
 
     def with_tokens(self, x: Tensor) -> "BlockInput":
-        """Returns the same for other tokens: `b n d`, or as those that it has."""
+        """Returns a copy with other tokens, of the shape of its own or `b n d`."""
         return replace(self, args=(x.view(self.tokens.shape), *self.args[1:]))
 
-    def watching(self, keeps_map: bool = True, only_map: bool = False) -> Watching:
+    def watching(
+        self,
+        keeps_map: bool = True,
+        only_map: bool = False,
+        memory_indices: Tensor | None = None,
+        hides_memory: bool = False,
+    ) -> Watching:
         """Returns what sees the map that the block computes on these tokens."""
         self.watched.append(self.name)
         return Watching(
@@ -55,6 +72,8 @@ class BlockInput:
             any_shape=self.adapter.geometry is not None,
             keeps_map=keeps_map,
             only_map=only_map,
+            memory_indices=memory_indices,
+            hides_memory=hides_memory,
         )
 
 
@@ -67,13 +86,13 @@ class Plan:
 
     index: int
     name: str
-    blocks: Sequence[nn.Module]  # this one and those behind it
+    blocks: Sequence[nn.Module]  # this one and those after it
     adapter: Adapter
     htm: HTM | None
     detect: Detector  # HTM's
     vtm: VTM | None
-    feeds: Mapping[int, VTM]  # the later layers of VTM, whose memory takes its tokens
-    reader: Detector | None  # what reads its map, and is proved to read it rightly
+    feeds: Mapping[int, VTM]  # later layers of VTM, which get tokens of this block, by layer
+    tried: Detector | None  # the detector that `trial.py` tries out on this block
 
     @property
     def block(self) -> nn.Module:
@@ -85,15 +104,16 @@ class Memory:
     """Tokens of earlier blocks, which become keys and values of a later one (Eq. 13)."""
 
     tokens: list[Tensor] = field(default_factory=list)  # of each source, b kappa d
-    indices: list[Tensor] = field(default_factory=list)  # theirs in 0..n-1, b kappa
+    # theirs in 0..n-1, b kappa: what masks and rotary positions know a token by
+    indices: list[Tensor] = field(default_factory=list)
 
 
 def check_tokens(plan: Plan, args: tuple[Any, ...], b: int, width: int | None = None) -> None:
     """Raises ValueError unless the first argument of a block is tokens."""
     x = args[0] if args else None
     shape = list(x.shape) if isinstance(x, Tensor) else []
-    is_map = len(shape) == 4 and plan.vtm is None  # of rows and columns
-    are_tokens = (len(shape) == 3 or is_map) and shape[0] == b
+    is_grid = len(shape) == 4 and plan.vtm is None  # a memory needs b n d, to be appended to
+    are_tokens = (len(shape) == 3 or is_grid) and shape[0] == b
     if not are_tokens or width not in (None, shape[-1]):
         found = shape or type(x).__name__
         needs = f"its first argument must be tokens b n {width or 'd'} (Adapter.embed_dim)"
@@ -107,46 +127,45 @@ def run_watched(
     keeps_map: bool = True,
     hides_memory: bool = False,
 ) -> tuple[Any, Watching]:
-    """Runs a block on its own tokens and those of a memory; the latter ask nothing (watch.py).
+    """Runs a block on its own tokens and a memory's; the latter are keys and values only.
 
-    Returns its output for all of them, and what has seen its map.
+    Returns its output for its own tokens, or for all of them, and what has seen its map.
     """
-    watching = entry.watching(keeps_map)
     args = entry.args
     kwargs = entry.kwargs
+    indices = None
     if memory is not None:
         indices = torch.cat(memory.indices, dim=1)
-        watching.memory_indices = indices
-        watching.hides_memory = hides_memory
         args = (torch.cat([entry.tokens, *memory.tokens], dim=1), *args[1:])
-        if kwargs.get("rope") is not None:
+        if kwargs.get("rope") is not None:  # timm's EVA, DINOv3 and others: rotary positions
             rope = _rope_of_all(kwargs["rope"], indices, entry.adapter.num_prefix_tokens)
             kwargs = {**kwargs, "rope": rope}
+    watching = entry.watching(keeps_map, memory_indices=indices, hides_memory=hides_memory)
     with watching:
         out = forward(*args, **kwargs)
     return out, watching
 
 
-def _rope_of_all(rope: Tensor, indices: Tensor, prefix: int) -> Tensor:
-    """Appends the rotary positions of a memory, whose tokens are the `indices`, `b m`, of the n.
+def _rope_of_all(rope: Tensor, indices: Tensor, num_prefix_tokens: int) -> Tensor:
+    """Appends the rotary positions of a memory, by the `indices` of its tokens, `b m` in 0..n-1.
 
     `rope`: sines, then cosines, of each spatial token, `.. t 2e`; the prefix is not rotated.
     Returns `b h|1 t+m 2e`.
     """
-    rope = rope[(None,) * (4 - rope.ndim)].expand(len(indices), -1, -1, -1)
-    of_prefix = rope.new_zeros(*rope.shape[:2], prefix, rope.shape[3])
-    _, cosines = of_prefix.chunk(2, dim=-1)
-    cosines.fill_(1)
+    missing = 4 - rope.ndim
+    rope = rope[(None,) * missing].expand(len(indices), -1, -1, -1)  # b h|1 t 2e
+    of_prefix = rope.new_zeros(*rope.shape[:2], num_prefix_tokens, rope.shape[3])
+    of_prefix[..., rope.shape[3] // 2 :] = 1  # the cosine of no rotation
     of_tokens = torch.cat([of_prefix, rope], dim=2)
     of_memory = of_tokens.take_along_dim(indices[:, None, :, None], dim=2)
     return torch.cat([rope, of_memory], dim=2)
 
 
-def tokens_of(entry: BlockInput, out: Any, total: int) -> Tensor:
-    """Returns the tokens that a block returns for `total` of them.
+def checked_tokens(entry: BlockInput, out: Any, total: int) -> Tensor:
+    """Returns the tokens in `out`, which a block has returned for `total` tokens.
 
-    Raises ValueError unless these are what it returns, or the first of a tuple or list, as many as
-    it got, and the only tensor of their shape there.
+    Raises ValueError unless they are `out`, or the first of a tuple or list and the only tensor of
+    their shape there, and as many as the block got, or as its own.
     """
     name = entry.name
     returned = list(out) if isinstance(out, tuple | list) else [out]
@@ -155,11 +174,11 @@ def tokens_of(entry: BlockInput, out: Any, total: int) -> Tensor:
         raise ValueError(f"{name} returns a {type(out).__name__}: {must}")
     tokens = returned[0]
     count = tokens.shape[1:-1].numel()
-    if entry.adapter.attends_to_all and count != total:
+    if entry.adapter.attends_to_all and count not in (entry.num_tokens, total):
         raise ValueError(f"{name} returns {count} tokens for {total}: must return as many")
     if any(isinstance(x, Tensor) and x.shape == tokens.shape for x in returned[1:]):
-        must = "a residual stream beside the tokens cannot be mixed"
-        raise ValueError(f"{name} returns a second tensor of the shape of its tokens: {must}")
+        why = "a residual stream beside the tokens cannot be mixed"
+        raise ValueError(f"{name} returns a second tensor of the shape of its tokens: {why}")
     return tokens
 
 

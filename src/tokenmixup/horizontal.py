@@ -30,7 +30,7 @@ def gaining_tokens(own: Tensor, offered: Tensor, is_easy: Tensor, rho: float) ->
     """Marks tokens to replace: the donor's saliency is higher by more than rho (Eq. 9, `eq:mask`).
 
     `own`, `offered`: `b t`, saliency of the sample and of its donor; rho >= 0. Returns `b t` bool.
-    Hard samples are their own donors, so nothing of them is replaced.
+    `is_easy` is not needed: hard samples are their own donors, so nothing of them is replaced.
     """
     return offered - own > rho
 
@@ -75,8 +75,9 @@ def mix_horizontal(
     `saliency`: `b t`, of the spatial tokens (line 2, Eq. 3). `difficulty`: `b`, in nats (line 1,
     Eq. 1); samples below `tau` are easy. `rho` >= 0: the gain in saliency above which a token is
     replaced. Samples stay at their places (line 8). Raises ValueError if `t > n` or the targets are
-    not `b c`, TypeError if a rule returns another type, FloatingPointError if a gain is not finite;
-    but not on a GPU, which would have to be waited for: where saliency is nan, `gain` tells it.
+    not `b c`, TypeError if a rule returns another type, FloatingPointError if the gain of a pair is
+    not finite; but not on a GPU, which would have to be waited for: there the returned `gain` is
+    nan.
     """
     if targets.ndim != 2 or len(targets) != len(tokens):
         raise ValueError(f"targets {[*targets.shape]}: must be probabilities b c")
@@ -84,8 +85,8 @@ def mix_horizontal(
     if saliency.shape[1] > tokens.shape[1]:
         raise ValueError(f"saliency of {saliency.shape[1]} tokens, but {tokens.shape[1]} to mix")
     is_easy = difficulty < tau  # 3: Eq. 8
-    gain = rules.score(saliency, rho)  # 4: Eq. 6, b b
-    donor = rules.match(gain, is_easy)  # 5: Eq. 7, sigma of every sample
+    pair_gain = rules.score(saliency, rho)  # 4: Eq. 6, b b
+    donor = rules.match(pair_gain, is_easy)  # 5: Eq. 7, sigma of every sample
     _check_type("match", donor, torch.int64)
     offered = saliency[donor]
     mask = rules.choose(saliency, offered, is_easy, rho)  # Eq. 9

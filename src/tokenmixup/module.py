@@ -2,26 +2,26 @@
 
 During a training pass another function stands in for `forward` of the modules in brackets. It does
 not matter what a block consists of: its attention map is seen while the block computes it (see
-`watch.py`), and VTM is the block on n + m tokens, cut to n. Evaluation is the plain model, bit for
-bit.
+`watch.py`), and for VTM the block runs on its n tokens and m of memory, of which the first n that
+it returns are kept. Evaluation is the plain model, bit for bit.
 
-    images, targets          checked; what is assumed of a block proved, once (see `prove.py`);
-        |                    layer and partners of manifold mixup drawn, pixels' gradient
+    images, targets          checked; what is assumed of a block is tried out, once (`prove.py`);
+        |                    the draws of manifold mixup; the input gradient, if HTM takes it
         |
     [patch embedding]        says how many patches there are, and in which grid
         |
         | tokens b n d
     [block]  ................ manifold mixup, if this layer is drawn: tokens, targets
-        |                     layer of HTM: ScoreNet -> difficulty; a first run of the block, left
-        |                        at its map -> saliency; Algorithm 1 -> tokens, targets
-        |                     layer of VTM: the memory's m tokens are put behind the n
+        |                     layer of HTM: ScoreNet -> difficulty; a first run of the block, ended
+        |                        once its map is known -> saliency; Algorithm 1 -> tokens, targets
+        |                     layer of VTM: the memory's m tokens are put after the n
         |
         +-- own forward, whose map is seen, on n or n + m tokens
         |
         |                     layer of VTM: the first n tokens are kept
         |                     block before it: its most salient inputs -> that layer's memory
         | tokens b n d
-    [block]  ................ one that nothing touches: as it is, or `checkpoint_blocks`
+    [block]  ................ one that nothing touches: as it is, or under `checkpoint_blocks`
         |
     logits b c  ............. Output, if each block that must run has run
 
@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import config
+from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
 from tokenmixup.adapters import (
@@ -42,8 +42,8 @@ from tokenmixup.adapters import (
     adapter_of,
     blocks_of,
     check_unwrapped,
+    checked_adapter_of,
     is_sharded,
-    name_of,
     patch_embed_of,
     width_of,
 )
@@ -63,11 +63,12 @@ from tokenmixup.settings import HTM, VTM, ManifoldMixup, built
 SUM_ROUNDING = 0.01  # of the sum of 1,000 smoothed probabilities in bfloat16
 
 
-class Part(NamedTuple):
+class Replaced(NamedTuple):
     """A module whose `forward` is replaced during a pass."""
 
     module: nn.Module
-    plan: Plan | None  # of a block that something touches
+    method: Callable[..., Any] | None  # of Pass, which runs it; None: gradient checkpointing does
+    subject: Plan | nn.Module  # what the method gets: the plan of a block, or the embedding
     before: Forward | None  # what the instance had as `forward`; None: that of its class
 
 
@@ -83,7 +84,7 @@ class TokenMixup(nn.Module):
 
     `images`: `b 3 h w`; `targets`: `b c`, probabilities after any input mixup. Training raises
     TypeError without targets; ValueError for images or targets of another kind (values of targets
-    are looked at on a CPU only), a block whose map is not seen, and one that is skipped, repeated
+    are read on a CPU only), a block whose map is not seen, and one that is skipped, repeated
     or checkpointed by the model itself; on a CPU FloatingPointError if the gain of an easy sample
     is not finite. HTM's `rules` and `detect` may be replaced.
     """
@@ -109,17 +110,18 @@ class TokenMixup(nn.Module):
         self.checkpoint_blocks = checkpoint_blocks
         self.rules = PAPER
         self.detect: Detector = by_attention
-        self._mixing = Mixing(manifold=self.manifold_mixup)  # nothing after `stop_mixing`
+        self._mixing = Mixing(manifold=self.manifold_mixup)  # empty after `stop_mixing`
         if self.htm is not None:
-            self.htm = self.htm.for_classes(num_classes)
+            self.htm = self.htm.for_classes(num_classes)  # `tau=auto` becomes a number
             self.rules = rules_of(self.htm)
             self.detect = detector_of(self.htm)
-            self._mixing.htm = self.htm.each
+            self._mixing.htm = self.htm.by_layer
         if self.vtm is not None:
-            self._mixing.vtm = self.vtm.each
+            self._mixing.vtm = self.vtm.by_layer
         self._given_adapter = adapter
         self._configured_detect = self.detect
-        self._running: list[Pass] = []  # the pass that runs, if one does; stand-ins share the list
+        # the pass that runs, if one does: stand-ins, made once, find each new pass in this list
+        self._running: list[Pass] = []
         self._forget()
         if self._mixing.touched() or checkpoint_blocks:
             check_unwrapped(model)
@@ -127,23 +129,23 @@ class TokenMixup(nn.Module):
         self.scorenets = nn.ModuleDict({str(x): self._new_scorenet(x) for x in self._mixing.htm})
 
     def _forget(self) -> None:
-        """Forgets what has been learned about the model."""
+        """Forgets what `_look_up` and `_replace_forwards` have found out about the model."""
         self.adapter = self._given_adapter or adapter_of(self.model)
         self._blocks: list[nn.Module] = []
         self._plans: dict[int, Plan] = {}  # of the blocks that must run
-        self._looked_at: list[Any] = []
+        self._seen_model: list[Any] = []  # for which these plans were made
         self._proofs = Proofs()
-        self._parts: list[Part] = []
-        self._stand_ins: list[Forward] = []  # of the parts
+        self._replaced: list[Replaced] = []
+        self._stand_ins: list[Forward] = []  # of the replaced modules
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy learns for itself."""
+        """A copy finds out for itself: plans and stand-ins hold the parts of this one."""
         state = dict(vars(self))
-        state.update(_plans={}, _looked_at=[], _proofs=Proofs(), _parts=[], _stand_ins=[])
+        state.update(_plans={}, _seen_model=[], _proofs=Proofs(), _replaced=[], _stand_ins=[])
         return state
 
     def _new_scorenet(self, layer: int) -> ScoreNet:
-        assert self.htm is not None, "it has layers"
+        assert self.htm is not None  # it has layers
         pooling = self.htm.pooling
         if pooling == "auto":
             pooling = "class_token" if self.adapter.reads_class_token else "attention"
@@ -158,17 +160,18 @@ class TokenMixup(nn.Module):
     @overload
     def forward(self, images: Tensor, targets: Tensor) -> Output: ...
 
-    @torch._dynamo.decorators.skip  # a compiler begins at `_run`
+    @torch._dynamo.decorators.skip  # not traced itself, but what it calls: the graph is `_run`
     def forward(self, images: Tensor, targets: Tensor | None = None) -> Tensor | Output:
         """Checks the batch, draws what is drawn for it as a whole, and runs the pass."""
         if not self.training:
             return logits_of(self.model(images))
-        parts, pixels, manifold = self._begin(images, targets)
-        assert targets is not None, "or the batch was refused"
+        replaced, gradient, manifold = self._begin(images, targets)
+        assert targets is not None  # or the batch was refused
         try:
-            # Compiled, its backward pass is without autocast, as an eager one: ScoreNet's is exact.
-            with config.patch("backward_pass_autocast", "off"):
-                return self._run(images, targets, pixels, manifold)
+            # A compiler would trace the backward pass under the autocast of this call. Off, it has
+            # none, as in eager mode: ScoreNet's gradients have the precision of its parameters.
+            with functorch_config.patch("backward_pass_autocast", "off"):
+                return self._run(images, targets, gradient, manifold)
         except FloatingPointError as error:
             are_finite = images.flatten(1).isfinite().all(dim=1)
             bad = (~are_finite).nonzero().flatten().tolist()
@@ -176,10 +179,14 @@ class TokenMixup(nn.Module):
                 raise
             raise FloatingPointError(f"images{bad}: not finite; {error}") from error
         finally:
-            put_back(parts)
+            restore_forwards(replaced)
 
     def _run(
-        self, images: Tensor, targets: Tensor, pixels: Tensor | None, manifold: ManifoldMix | None
+        self,
+        images: Tensor,
+        targets: Tensor,
+        input_gradient: Tensor | None,
+        manifold: ManifoldMix | None,
     ) -> Output:
         state = Pass(
             plans=self._plans,
@@ -187,7 +194,7 @@ class TokenMixup(nn.Module):
             rules=self.rules,
             proofs=self._proofs,
             targets=targets,
-            pixels=pixels,
+            input_gradient=input_gradient,
             manifold=manifold,
         )
         self._running.append(state)
@@ -201,8 +208,8 @@ class TokenMixup(nn.Module):
     @torch.compiler.disable
     def _begin(
         self, images: Tensor, targets: Any
-    ) -> tuple[list[Part], Tensor | None, ManifoldMix | None]:
-        """Lets the stand-ins of a pass take over, once its batch is checked.
+    ) -> tuple[list[Replaced], Tensor | None, ManifoldMix | None]:
+        """Checks a batch, then lets the stand-ins of its pass take over.
 
         Returns the modules that have one, the input gradient, `b h w`, and manifold mixup's draws.
         """
@@ -212,89 +219,90 @@ class TokenMixup(nn.Module):
         if self._mixing.touched() or self.checkpoint_blocks:
             self._look_up()
             self._proofs.prove(self.model, self._plans, images)
-        pixels = self._input_gradient(images, targets)
+        gradient = self._input_gradient(images, targets)
         manifold = None
         if self._mixing.manifold is not None:
             manifold = draw_manifold_mix(self._mixing.manifold, images)
-        return self._put_stand_ins(), pixels, manifold
+        return self._replace_forwards(), gradient, manifold
 
     def _look_up(self) -> None:
         """Plans for the blocks as they are now. Raises ValueError if they cannot serve."""
-        adapter = self._given_adapter or adapter_of(self.model)
-        blocks = blocks_of(self.model, self._given_adapter)
+        adapter = self._given_adapter or checked_adapter_of(self.model)
+        blocks = blocks_of(self.model, adapter)
         settings = [adapter, self._mixing, self.detect]
         modules = [self.model, *blocks]
         kinds = [type(self), *map(type, modules)]  # which FSDP changes
-        looked_at = settings + modules + kinds
-        if looked_at == self._looked_at:  # a compiler asks for the same plans
+        seen_model = settings + modules + kinds
+        if seen_model == self._seen_model:  # keeps the plans, whose identity torch.compile guards
             return
         check_layers(self._mixing, self.model, blocks, adapter)
         check_needs(self._mixing, self.model, adapter, is_whole=not is_sharded(self))
         self.adapter = adapter
         self._blocks = blocks
         self._plans = {index: self._plan(index) for index in self._mixing.touched()}
-        self._proofs.forget_others(self._plans)
-        self._looked_at = looked_at
+        self._seen_model = seen_model
 
     def _plan(self, index: int) -> Plan:
         htm = self._mixing.htm.get(index)
         vtm = self._mixing.vtm.get(index)
         feeds = {layer: later for layer, later in self._mixing.vtm.items() if layer > index}
-        reader: Detector | None = None
-        if feeds or vtm is not None:
-            reader = by_attention
-        is_known = self.detect is self._configured_detect  # a user's own is not proved
-        if htm is not None and is_known and self.detect is not by_gradient:
-            reader = self.detect
+        is_ours = self.detect is self._configured_detect  # a user's own is not tried out
+        tried: Detector | None = None
+        if htm is not None and is_ours and self.detect is not by_gradient:
+            tried = self.detect
+        elif feeds or vtm is not None:
+            tried = by_attention
         return Plan(
             index=index,
-            name=name_of(index, self._blocks[index]),
+            name=f"block {index} ({type(self._blocks[index]).__name__})",
             blocks=self._blocks[index:],
             adapter=self.adapter,
             htm=htm,
             detect=self.detect,
             vtm=vtm,
             feeds=feeds,
-            reader=reader,
+            tried=tried,
         )
 
     def _input_gradient(self, images: Tensor, targets: Tensor) -> Tensor | None:
         """Returns the input gradient if HTM takes it."""
-        if all(htm.detector != "gradient" for htm in self._mixing.htm.values()):
+        if not any(htm.detector == "gradient" for htm in self._mixing.htm.values()):
             return None
         with evaluating(self.model):
-            exact = images.to(next(self.model.parameters()).dtype)  # autocast is off there
-            return input_gradient(lambda x: logits_of(self.model(x)), exact, targets)
+            images = images.to(next(self.model.parameters()).dtype)  # it runs without autocast
+            return input_gradient(lambda x: logits_of(self.model(x)), images, targets)
 
-    def _put_stand_ins(self) -> list[Part]:
+    def _replace_forwards(self) -> list[Replaced]:
         """Replaces `forward` of the modules that a pass goes through, which it returns."""
-        parts = self._list_parts()
-        if parts != self._parts:  # else the same stand-ins, which a compiler asks for
-            self._parts = parts
-            self._stand_ins = [self._stand_in(part) for part in parts]
-        for part, stand_in in zip(parts, self._stand_ins, strict=True):
-            vars(part.module)["forward"] = stand_in
-        return parts
+        replaced = self._modules_of_a_pass()
+        if replaced != self._replaced:  # else keeps the stand-ins, for torch.compile as well
+            self._replaced = replaced
+            self._stand_ins = [self._stand_in(each) for each in replaced]
+        for each, stand_in in zip(replaced, self._stand_ins, strict=True):
+            vars(each.module)["forward"] = stand_in
+        return replaced
 
-    def _list_parts(self) -> list[Part]:
-        """Returns the modules that a pass goes through: embedding, then blocks."""
-        parts = []
+    def _modules_of_a_pass(self) -> list[Replaced]:
+        """Returns the embedding, then the blocks that something touches or checkpointing reruns."""
+        found = []
         embedding = patch_embed_of(self.model, self.adapter) if self._plans else None
         if embedding is not None:
-            parts.append(Part(embedding, None, vars(embedding).get("forward")))
+            before = vars(embedding).get("forward")
+            found.append(Replaced(embedding, Pass.embed, embedding, before))
         for index, block in enumerate(self._blocks):
-            if index in self._plans or self.checkpoint_blocks:
-                parts.append(Part(block, self._plans.get(index), vars(block).get("forward")))
-        return parts
+            before = vars(block).get("forward")
+            if index in self._plans:
+                found.append(Replaced(block, Pass.run_block, self._plans[index], before))
+            elif self.checkpoint_blocks:
+                found.append(Replaced(block, None, block, before))
+        return found
 
-    def _stand_in(self, part: Part) -> Forward:
+    def _stand_in(self, replaced: Replaced) -> Forward:
         """Returns what runs instead of a module's `forward`."""
-        forward = part.before or partial(forward_of_class, part.module)
-        if part.plan is not None:
-            return partial(run_in_pass, self._running, Pass.run_block, part.plan, forward)
-        if part.module in self._blocks:  # that nothing touches
+        forward = replaced.before or partial(forward_of_class, replaced.module)
+        if replaced.method is None:
             return partial(checkpoint, forward, use_reentrant=False)
-        return partial(run_in_pass, self._running, Pass.embed, part.module, forward)
+        return partial(run_in_pass, self._running, replaced.method, forward, replaced.subject)
 
     def stop_mixing(self) -> None:
         """Disables all mixing in training for good and freezes the ScoreNets.
@@ -328,7 +336,7 @@ class TokenMixup(nn.Module):
 
     @property
     def pretrained_cfg(self) -> Any:
-        """The model's, by which timm resolves mean, std and size of the images."""
+        """That of the model, by which timm resolves mean, std and size of the images."""
         return self.model.pretrained_cfg
 
     @property
@@ -358,29 +366,29 @@ def forward_of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 @torch.compiler.disable
-def put_back(parts: Sequence[Part]) -> None:
+def restore_forwards(replaced: Sequence[Replaced]) -> None:
     """Takes the stand-ins away, whatever has become of them."""
-    for part in parts:
-        vars(part.module).pop("forward", None)
-        if part.before is not None:
-            vars(part.module)["forward"] = part.before
+    for each in replaced:
+        vars(each.module).pop("forward", None)
+        if each.before is not None:
+            vars(each.module)["forward"] = each.before
 
 
 def check_batch(images: Any, targets: Any, num_classes: int) -> None:
     """Raises TypeError without targets, ValueError unless `b 3 h w` and probabilities `b c`.
 
-    Their values are looked at on a CPU only.
+    The values of targets are read on a CPU only.
     """
     if targets is None:
         raise TypeError("training needs module(images, targets) with targets b c")
     if not isinstance(images, Tensor) or images.ndim != 4:
         raise ValueError("TokenMixup mixes images of one size, as a tensor b 3 h w")
     shape = (len(images), num_classes)
-    found = targets.shape if isinstance(targets, Tensor) else type(targets)
+    found = targets.shape if isinstance(targets, Tensor) else type(targets)  # no type is a shape
     if found != shape or not len(images):
         must = f"must be probabilities b c of at least one image, here {shape}"
         raise ValueError(f"targets {found}: {must}, such as F.one_hot(classes, c)")
-    if targets.device.type != "cpu":  # looking would wait for it
+    if targets.device.type != "cpu":  # to read the values would be to wait for the GPU
         return
     sums = targets.sum(dim=1, dtype=torch.float32)
     sums_to_1 = (sums - 1).abs() < SUM_ROUNDING  # false for nan

@@ -22,7 +22,7 @@ class Mixing:
     def touched(self) -> list[int]:
         """Returns the indices of the blocks that something touches, in order."""
         indices = set(self.htm)
-        indices.update(range(max(self.vtm, default=-1) + 1))  # with the sources of its memory
+        indices.update(range(max(self.vtm, default=-1) + 1))  # VTM's last layer and all before it
         if self.manifold is not None:
             indices.update(self.manifold.layers)
         return sorted(indices)
@@ -31,7 +31,7 @@ class Mixing:
 def check_layers(
     mixing: Mixing, model: nn.Module, blocks: Sequence[nn.Module], adapter: Adapter
 ) -> None:
-    """Raises ValueError for a layer that the model does not have, or of another stage."""
+    """Raises ValueError for a layer that the model does not have, or layers of several stages."""
     layers = {"htm.layer": list(mixing.htm), "vtm.layer": list(mixing.vtm)}
     if mixing.manifold is not None:
         layers["manifold_mixup.layers"] = list(mixing.manifold.layers)

@@ -27,9 +27,9 @@ class LayerMix(NamedTuple):
 
 
 class Stat(NamedTuple):
-    """A figure of a batch: `total / divisor`, 0 for 0 / 0; `total` alone without one.
+    """A figure of a batch: `total / divisor` (0 for 0 / 0), or `total` if there is no divisor.
 
-    Both add up over micro-batches and ranks; of `is_max`, the largest counts.
+    Over micro-batches and ranks both are summed; with `is_max` the largest total is taken.
     """
 
     total: Tensor | float
@@ -55,8 +55,7 @@ class Output(NamedTuple):
     gain: Tensor | None = None  # b t, their gain in saliency, summed over the layers
     layers: tuple[LayerMix, ...] = ()
     score_loss_weight: float = 0.0  # the setting of HTM
-    # what `stats` are made of, which adds up over micro-batches and ranks
-    sums: Mapping[str, Stat] = UNMIXED
+    sums: Mapping[str, Stat] = UNMIXED  # what `stats` are computed from
 
     @property
     def stats(self) -> dict[str, Tensor]:
@@ -76,22 +75,22 @@ class Output(NamedTuple):
 def output_of(
     logits: Tensor, targets: Tensor, layers: Sequence[LayerMix], score_loss_weight: float
 ) -> Output:
-    """Puts the output of a pass together, with its sums, which are so compiled with the pass."""
+    """Returns the output of a pass, with its sums: computed here, they are compiled with it."""
     if not layers:
         return Output(logits, targets)
     is_easy = reduce(torch.logical_or, [mix.is_easy for mix in layers])
     mask = reduce(torch.logical_or, [mix.mask for mix in layers])
     gain = reduce(torch.add, [mix.gain for mix in layers])
-    difficulty = [mix.difficulty.detach() for mix in layers]
+    difficulty = [mix.difficulty for mix in layers]
     sums = _sums(is_easy, mask, gain, difficulty)
     if len(layers) > 1:
         for mix in layers:
-            of_layer = _sums(mix.is_easy, mix.mask, mix.gain, [mix.difficulty.detach()])
+            of_layer = _sums(mix.is_easy, mix.mask, mix.gain, [mix.difficulty])
             sums |= {f"{name}/{mix.layer}": stat for name, stat in of_layer.items()}
     return Output(
         logits=logits,
         targets=targets,
-        score_loss=reduce(torch.add, [mix.difficulty.mean() for mix in layers]),
+        score_loss=reduce(torch.add, [nats.mean() for nats in difficulty]),
         is_easy=is_easy,
         mask=mask,
         gain=gain,
@@ -101,16 +100,14 @@ def output_of(
     )
 
 
-def _sums(
-    is_easy: Tensor, mask: Tensor, gain: Tensor, difficulty: Sequence[Tensor]
-) -> dict[str, Stat]:
+def _sums(is_easy: Tensor, mask: Tensor, gain: Tensor, difficulty: list[Tensor]) -> dict[str, Stat]:
     mixed = is_easy.sum(dtype=torch.float32)
     replaced = mask.sum(dtype=torch.float32)
-    nats = difficulty[0] if len(difficulty) == 1 else torch.cat(list(difficulty))
+    nats = difficulty[0] if len(difficulty) == 1 else torch.cat(difficulty)
     return {
         "mixed_samples": Stat(mixed),
         "mixed_tokens": Stat(replaced, mixed),
-        "difficulty": Stat(nats.sum(), nats.numel()),
+        "difficulty": Stat(nats.detach().sum(), nats.numel()),
         "gain_max": Stat(gain.amax(), is_max=True),
         "gain_mean": Stat(gain.sum(), replaced),
     }
@@ -125,7 +122,7 @@ def _value(stat: Stat) -> Any:
 
 
 def training_loss(output: Output, score_loss_weight: float | None = None) -> Tensor:
-    """Returns cross-entropy(logits, mixed targets) + lambda x ScoreNet's loss, at least in float32.
+    """Returns cross-entropy(logits, mixed targets) + lambda x ScoreNet's loss, float32 or wider.
 
     `score_loss_weight`: lambda, by default `HTM.score_loss_weight`, whose default is the published
     code's. The paper trains both jointly (Section 3.1) without giving lambda. Returns a scalar.
@@ -136,8 +133,8 @@ def training_loss(output: Output, score_loss_weight: float | None = None) -> Ten
             f"training_loss needs the Output of a training pass, got a {type(output).__name__}: "
             "call module.train() first, or F.cross_entropy for logits"
         )
-    exact = torch.promote_types(output.logits.dtype, torch.float32)
-    loss = F.cross_entropy(output.logits.to(exact), output.targets.to(exact))
+    wide = torch.promote_types(output.logits.dtype, torch.float32)
+    loss = F.cross_entropy(output.logits.to(wide), output.targets.to(wide))
     if output.score_loss is None:
         return loss
     if score_loss_weight is None:

@@ -17,53 +17,60 @@ from tokenmixup.block import (
     Memory,
     Plan,
     check_tokens,
+    checked_tokens,
     run_watched,
-    tokens_of,
     with_tokens_of,
 )
 from tokenmixup.horizontal import Rules, mix_horizontal
 from tokenmixup.manifold import ManifoldMix
 from tokenmixup.output import LayerMix, Output, output_of
 from tokenmixup.prove import Proofs
-from tokenmixup.rules import ORDERS
-from tokenmixup.saliency import by_attention, saliency_by
+from tokenmixup.rules import in_published_order
+from tokenmixup.saliency import by_attention, saliency_of_map
 from tokenmixup.scorenet import ScoreNet, difficulty
 from tokenmixup.vertical import INDICES
-from tokenmixup.watch import OWN_CHECKPOINTING, Recording, recording_now
+from tokenmixup.watch import OWN_CHECKPOINTING, Autograd, autograd_now
 
 
 @dataclass(eq=False)
 class Pass:
-    """A training pass: what it does, its state, and what happens at the blocks."""
+    """The state of one training pass, and what it does at each block that something touches."""
 
     plans: Mapping[int, Plan]  # of the blocks that something touches
     scorenets: nn.ModuleDict  # by index
     rules: Rules
     proofs: Proofs
     targets: Tensor  # b c, as mixed so far
-    pixels: Tensor | None  # b h w, magnitude of the input gradient
+    input_gradient: Tensor | None  # b h w, its magnitude
     manifold: ManifoldMix | None
     num_patches: int | None = None  # of the patch embedding's output
     grid: tuple[int, int] | None = None  # rows and columns of patches
-    is_detecting: bool = False  # stand-ins call the plain `forward` meanwhile
-    entered: list[int] = field(default_factory=list)
+    # whether a detector or a trial runs a block: a stand-in then calls the plain `forward`
+    calls_plain: bool = False
+    entered: list[int] = field(default_factory=list)  # indices of the blocks that have begun
     memories: dict[int, Memory] = field(default_factory=dict)  # by layer of VTM
     layers: list[LayerMix] = field(default_factory=list)
-    recording: Recording = field(default_factory=recording_now)
+    autograd: Autograd = field(default_factory=autograd_now)
 
     def run_block(self, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs a block on what manifold mixup, HTM and VTM make of its input."""
         entry = self._enter(plan, args, kwargs)
         entry, vtm_saliency = self._mix(plan, entry)
+        # a source of VTM without HTM: its saliency is that of its own run
         keeps_map = bool(plan.feeds) and vtm_saliency is None
-        out, seen = self._attend(plan, forward, entry, keeps_map)
+        out, seen = self._run(plan, forward, entry, keeps_map)
         self._remember(plan, entry, vtm_saliency, seen)
         return out
 
     def _enter(self, plan: Plan, args: tuple[Any, ...], kwargs: Any) -> BlockInput:
-        """Returns what enters a block: tokens, by manifold mixup if this layer is drawn."""
-        self._check_order(plan)
-        width = None if plan.htm is None else self._scorenet(plan).head.in_features
+        """Checks the input of a block, and mixes it by manifold mixup if this layer is drawn.
+
+        Tries the block out on it, if that is still to be done.
+        """
+        self._note_entry(plan)
+        width = None
+        if plan.htm is not None:  # ScoreNet takes one width only
+            width = self._scorenet(plan).head.in_features
         check_tokens(plan, args, len(self.targets), width)
         x: Tensor = args[0]
         grid = self.grid
@@ -75,13 +82,13 @@ class Pass:
             adapter=plan.adapter,
             blocks=plan.blocks,
             name=plan.name,
-            pixels=self.pixels,
+            input_gradient=self.input_gradient,
             grid=grid,
         )
         self._check_count(plan, entry.num_tokens)
-        self.is_detecting = True
+        self.calls_plain = True
         self.proofs.check(plan, entry)
-        self.is_detecting = False
+        self.calls_plain = False
         if self.manifold is None or self.manifold.layer != plan.index:
             return entry
         self.targets = self.manifold(self.targets)
@@ -90,11 +97,14 @@ class Pass:
     def _scorenet(self, plan: Plan) -> ScoreNet:
         return cast(ScoreNet, self.scorenets[str(plan.index)])
 
-    def _check_order(self, plan: Plan) -> None:
-        """Raises ValueError for a block that runs again."""
-        if any(plan.index <= other for other in self.entered):
+    def _note_entry(self, plan: Plan) -> None:
+        """Notes that a block begins.
+
+        Raises ValueError if it runs again, or as OWN_CHECKPOINTING says.
+        """
+        if self.entered and plan.index <= self.entered[-1]:
             raise ValueError(f"{plan.name} runs again: must run once in a forward pass, in order")
-        if self.recording != recording_now():
+        if self.autograd != autograd_now():
             raise ValueError(f"{plan.name} {OWN_CHECKPOINTING}")
         self.entered.append(plan.index)
 
@@ -102,23 +112,23 @@ class Pass:
         """Raises ValueError for a block that gets other tokens than prefix and patches."""
         if not plan.adapter.attends_to_all:
             return
-        prefix = plan.adapter.num_prefix_tokens
-        patches = n - prefix if self.num_patches is None else self.num_patches
-        if n != prefix + patches or patches < 1:
-            raise ValueError(
-                f"{plan.name} gets {n} tokens for {patches} patches, but must get {prefix} more, "
-                f"which come first (num_prefix_tokens={prefix})"
-            )
+        num_prefix_tokens = plan.adapter.num_prefix_tokens
+        patches = self.num_patches
+        if patches is None:  # not known
+            patches = n - num_prefix_tokens
+        if n != num_prefix_tokens + patches or patches < 1:
+            must = f"must get {num_prefix_tokens} more, which come first ({num_prefix_tokens=})"
+            raise ValueError(f"{plan.name} gets {n} tokens for {patches} patches, but {must}")
 
     def _mix(self, plan: Plan, entry: BlockInput) -> tuple[BlockInput, Tensor | None]:
         """Mixes tokens and targets by Algorithm 1 at a layer of HTM.
 
-        Returns what enters then and, of a source of VTM, the saliency by which VTM chooses from it.
+        Returns the mixed input and, if the block feeds a layer of VTM, the saliency for VTM, `b t`.
         """
         htm = plan.htm
         if htm is None:
             return entry, None
-        x = entry.tokens.flatten(1, -2)  # b n d
+        x = entry.flat_tokens
         score_logits = self._scorenet(plan)(x, plan.adapter.num_prefix_tokens)
         nats = difficulty(score_logits, self.targets, htm.difficulty)
         saliency, vtm_saliency = self._detect(plan, entry)
@@ -143,22 +153,24 @@ class Pass:
             keep_ratio=mix.keep_ratio,
         )
         self.layers.append(layer)
-        if vtm_saliency is not None and htm.order == "in_place":
+        if htm.order == "published":  # VTM goes on choosing by the saliency before mixing
+            mix = in_published_order(mix)
+        elif vtm_saliency is not None:
             vtm_saliency = torch.where(mix.mask, vtm_saliency[mix.donor], vtm_saliency)
-        mix = ORDERS[htm.order](mix)
         self.targets = mix.targets
         return entry.with_tokens(mix.tokens), vtm_saliency
 
     def _detect(self, plan: Plan, entry: BlockInput) -> tuple[Tensor, Tensor | None]:
-        """Returns HTM's saliency, `b t`, and of a source of VTM that by the block's attention."""
-        self.is_detecting = True
+        """Returns the saliency for HTM and, of a block that feeds a layer of VTM, that for VTM.
+
+        Both are `b t`; VTM's is always by attention.
+        """
+        self.calls_plain = True
         saliency = plan.detect(entry)
         vtm_saliency = None
-        if plan.feeds and plan.detect is by_attention:
-            vtm_saliency = saliency
-        elif plan.feeds:
-            vtm_saliency = by_attention(entry)
-        self.is_detecting = False
+        if plan.feeds:
+            vtm_saliency = saliency if plan.detect is by_attention else by_attention(entry)
+        self.calls_plain = False
         t = entry.num_tokens - plan.adapter.num_prefix_tokens
         found = list(saliency.shape)
         expected = [len(self.targets), t]
@@ -167,44 +179,45 @@ class Pass:
             raise ValueError(f"htm.detector returns {found}, {must}")
         return saliency, vtm_saliency
 
-    def _attend(
+    def _run(
         self, plan: Plan, forward: Forward, entry: BlockInput, keeps_map: bool
     ) -> tuple[Any, AttentionMap | None]:
-        """Runs a block on its tokens, and VTM's on its memory. Returns its output and its map.
+        """Runs a block as a whole, with VTM's memory if it has one.
 
-        A detector has left at the first map; only a whole run shows that there is no second.
+        Returns its output for its own tokens, and its map if that is kept. If a detector has read
+        the map, its run ended at the first one; this run shows that there is no second.
         """
         memory = self.memories.get(plan.index)
-        is_read = bool(plan.feeds or entry.watched) or memory is not None
-        if not is_read or plan.adapter.saliency is not None:
+        reads_map = bool(plan.feeds or entry.watched) or memory is not None
+        if not reads_map or plan.adapter.saliency is not None:
             out = forward(*entry.args, **entry.kwargs)
-            tokens_of(entry, out, entry.num_tokens)
+            checked_tokens(entry, out, entry.num_tokens)
             return out, None
         out, watching = run_watched(forward, entry, memory, keeps_map)
-        seen = watching.checked()
-        tokens = tokens_of(entry, out, watching.total())
-        if memory is not None:
-            own = tokens[:, : watching.n].clone()  # of a view FSDP could lose its hook
+        watching.check()
+        tokens = checked_tokens(entry, out, watching.total())
+        if tokens.shape[1] > watching.n:
+            own = tokens[:, : watching.n].clone()  # FSDP could lose its hook on a view
             out = with_tokens_of(out, own)
-        return out, seen
+        return out, watching.map
 
     def _remember(
         self, plan: Plan, entry: BlockInput, saliency: Tensor | None, seen: AttentionMap | None
     ) -> None:
-        """Stores the most salient of a block's tokens for each later layer of VTM."""
+        """Stores the most salient of a block's input tokens for each later layer of VTM."""
         if not plan.feeds:
             return
         if saliency is None:
-            assert seen is not None, "the map was kept for this"
-            saliency = saliency_by(seen, entry)
+            assert seen is not None  # keeps_map
+            saliency = saliency_of_map(seen, entry)
         for layer, vtm in plan.feeds.items():
             choose = INDICES[vtm.class_token_offset]
             indices = choose(saliency, cast(int, vtm.kappa), plan.adapter.num_prefix_tokens)
-            x = entry.tokens.flatten(1, -2)  # b n d
+            tokens = entry.flat_tokens.take_along_dim(indices[..., None], dim=1)  # b kappa d
             if vtm.stop_gradient:
-                x = x.detach()
+                tokens = tokens.detach()
             memory = self.memories.setdefault(layer, Memory())
-            memory.tokens.append(x.gather(1, indices[..., None].expand(-1, -1, x.shape[2])))
+            memory.tokens.append(tokens)
             memory.indices.append(indices)
 
     def embed(
@@ -223,7 +236,7 @@ class Pass:
     def output(self, logits: Any, score_loss_weight: float) -> Output:
         """Returns the output of the pass.
 
-        Raises ValueError if a block has not run that must, or the logits are not `b c`.
+        Raises ValueError if a block of the plans has not run, or the logits are not `b c`.
         """
         for index, plan in self.plans.items():
             if index not in self.entered:
@@ -236,19 +249,19 @@ class Pass:
 
 
 def run_in_pass(
-    running: list[Pass],
-    run: Callable[..., Any],
-    about: Plan | nn.Module,
+    passes: list[Pass],
+    method: Callable[..., Any],
     forward: Forward,
+    subject: Plan | nn.Module,
     /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Runs instead of `forward`, that of a block or of the patch embedding.
+    """Stands in for `forward`: the plain one of a block, or of the patch embedding.
 
-    `running`: the pass that runs, if one does; `run`: a method of Pass, which gets `about`: the
-    plan of the block, or the embedding.
+    `passes`: the pass that runs, if one does; `method`: of Pass, which runs `forward`; `subject`:
+    the plan of the block, or the embedding.
     """
-    if not running or running[-1].is_detecting:
+    if not passes or passes[0].calls_plain:
         return forward(*args, **kwargs)
-    return run(running[-1], forward, about, args, kwargs)
+    return method(passes[0], forward, subject, args, kwargs)

@@ -1,7 +1,7 @@
-"""Which blocks are to be proved before they train: what watching assumes of them (see `watch.py`).
+"""Which blocks are tried out before they train, and when again.
 
-A block may consist of anything, so what it is assumed to do is tried out, as the properties of
-`trial.py`: once, and again when the block or what it gets is no longer what it was.
+A block may consist of anything, so what `watch.py` assumes of it is proved by trial, as the
+properties of `trial.py`: once, and again when the block or what it gets is no longer what it was.
 """
 
 import warnings
@@ -20,7 +20,7 @@ from tokenmixup.contexts import evaluating, own_generators
 from tokenmixup.trial import prove_block
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
-FEW = 3  # images of the plain pass
+TRIED_IMAGES = 3  # of the plain pass
 NOT_PROVED = "TokenMixup proves nothing of blocks under fully_shard: train one batch before"
 
 
@@ -30,48 +30,45 @@ class Proof:
 
     state: list[Any]
     can_run: bool  # else nothing is proved of it
-    kinds: tuple[Any, Any] | None = None  # of its further arguments; None: of none yet
+    # of the arguments beside the tokens for which it was proved; None: not proved yet
+    kinds: tuple[Any, Any] | None = None
 
 
 class Proofs:
     """What has been proved of the blocks that a module touches."""
 
     def __init__(self) -> None:
-        self.of: dict[int, Proof] = {}  # by the index of the block
-
-    def forget_others(self, plans: Mapping[int, Plan]) -> None:
-        """Keeps no block alive that is not touched any more."""
-        self.of = {index: proof for index, proof in self.of.items() if index in plans}
+        self.by_block: dict[int, Proof] = {}  # by the index of the block
 
     def prove(self, model: nn.Module, plans: Mapping[int, Plan], images: Tensor) -> None:
         """Proves what has not been proved of the blocks as they are now.
 
         Raises ValueError for a block of which a property does not hold.
         """
-        new = [plan for plan in plans.values() if self._is_new(plan, images)]
+        states = {index: state_of(plan, images) for index, plan in plans.items()}
+        old = [index for index, proof in self.by_block.items() if proof.state != states.get(index)]
+        for index in old:  # or not touched any more
+            del self.by_block[index]
+        new = [plan for index, plan in plans.items() if index not in self.by_block]
         for plan in new:
             check_parts(plan)
-        readable = [plan for plan in new if plan.reader is not None]
-        can_run = bool(readable) and can_run_apart(model, images)
+        tried = [plan for plan in new if plan.tried is not None]
+        can_run = bool(tried) and can_run_apart(model, images)
         entries: dict[int, BlockInput] = {}
         if can_run:
-            entries = inputs_of(model, images, readable)
+            entries = inputs_of(model, images, tried)
         for plan in new:
-            proof = Proof(state_of(plan, images), can_run)
+            proof = Proof(states[plan.index], can_run)
             entry = entries.get(plan.index)
             if entry is not None:  # else the plain model leaves it out: `check` proves it
                 prove_block(plan, entry)
                 proof.kinds = kinds_beside_tokens(entry)
-            self.of[plan.index] = proof
-
-    def _is_new(self, plan: Plan, images: Tensor) -> bool:
-        proof = self.of.get(plan.index)
-        return proof is None or proof.state != state_of(plan, images)
+            self.by_block[plan.index] = proof
 
     def check(self, plan: Plan, entry: BlockInput) -> None:
         """Proves a block that gets other arguments than those for which it has been proved."""
-        proof = self.of[plan.index]
-        if plan.reader is None or not proof.can_run:
+        proof = self.by_block[plan.index]
+        if plan.tried is None or not proof.can_run:
             return
         kinds = kinds_beside_tokens(entry)
         if proof.kinds == kinds:
@@ -86,7 +83,7 @@ class Proofs:
 def can_run_apart(model: nn.Module, images: Tensor) -> bool:
     """Whether blocks can be run by themselves: not on a meta device, nor under FSDP.
 
-    It gathers their parameters for one pass.
+    FSDP gathers their parameters for one pass of the whole model.
     """
     if is_sharded(model):
         warnings.warn(NOT_PROVED, stacklevel=2)
@@ -96,7 +93,8 @@ def can_run_apart(model: nn.Module, images: Tensor) -> bool:
 
 def state_of(plan: Plan, images: Tensor) -> list[Any]:
     """Returns what a proof holds for: any part of a block may be replaced at any time."""
-    state: list[Any] = [plan.adapter, plan.reader, plan.vtm is None, images.dtype, images.device]
+    has_memory = plan.vtm is not None
+    state: list[Any] = [plan.adapter, plan.tried, has_memory, images.dtype, images.device]
     for part in plan.block.modules():
         state += [part, part.forward]
     return state
@@ -121,7 +119,7 @@ def kinds_beside_tokens(entry: BlockInput) -> tuple[Any, Any]:
 
 
 def check_parts(plan: Plan) -> None:
-    """Raises ValueError for a scripted block, and for a batch norm in one of HTM or VTM."""
+    """Raises ValueError for a scripted block, and for a batch norm in a block of HTM or VTM."""
     if isinstance(plan.block, torch.jit.ScriptModule):
         raise ValueError(f"{plan.name} is TorchScript, whose attention nobody sees")
     if plan.htm is None and plan.vtm is None:
@@ -140,12 +138,13 @@ def inputs_of(model: nn.Module, images: Tensor, plans: Sequence[Plan]) -> dict[i
     entries: dict[int, BlockInput] = {}
 
     def record(plan: Plan, block: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
-        check_tokens(plan, args, FEW)
+        check_tokens(plan, args, TRIED_IMAGES)
         entry = BlockInput(args, kwargs, plan.adapter, blocks=plan.blocks, name=plan.name)
         if entry.num_tokens > plan.adapter.num_prefix_tokens:
             entries[plan.index] = entry
 
-    few = images[torch.arange(FEW, device=images.device) % len(images)].nan_to_num()
+    index = torch.arange(TRIED_IMAGES, device=images.device) % len(images)
+    few = images[index].nan_to_num()
     with ExitStack() as stack:
         for plan in plans:
             hook = partial(record, plan)

@@ -40,10 +40,10 @@ def random_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
 
 
 def random_tokens(
-    count_by: Choice, own: Tensor, offered: Tensor, is_easy: Tensor, rho: float
+    rule: Choice, own: Tensor, offered: Tensor, is_easy: Tensor, rho: float
 ) -> Tensor:
-    """Draws as many tokens at random as `count_by` would replace: `b t` bool."""
-    count = count_by(own, offered, is_easy, rho).sum(dim=1, keepdim=True)
+    """Draws as many tokens at random as a rule would replace: `b t` bool."""
+    count = rule(own, offered, is_easy, rho).sum(dim=1, keepdim=True)
     rank = torch.rand_like(own).argsort(dim=1).argsort(dim=1)
     return rank < count
 
@@ -62,13 +62,8 @@ def gaining_over_the_first(own: Tensor, offered: Tensor, is_easy: Tensor, rho: f
     return is_easy[:, None] & (offered - own[first] > rho)
 
 
-def in_place(mix: HorizontalMix) -> HorizontalMix:
-    """Keeps every sample at its place in the batch (Algorithm 1, line 8)."""
-    return mix
-
-
 def in_published_order(mix: HorizontalMix) -> HorizontalMix:
-    """Moves easy samples to the front: tokens and targets, and nothing else.
+    """The published order: moves easy samples to the front, tokens and targets, and nothing else.
 
     VTM's memory of earlier blocks is not reordered, nor is the saliency by which VTM selects tokens
     at this block: both then belong to other samples.
@@ -88,8 +83,4 @@ MASK_RULES: dict[str, Choice] = {
 LABELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "saliency": saliency_ratio,
     "count": count_ratio,  # Table 4, without saliency in the labels
-}
-ORDERS: dict[str, Callable[[HorizontalMix], HorizontalMix]] = {
-    "in_place": in_place,
-    "published": in_published_order,
 }

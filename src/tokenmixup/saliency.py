@@ -1,6 +1,6 @@
 """Saliency of tokens (Section 3.2 and Table 3), and the detectors of the tokens of a block.
 
-Letters: b batch, h heads, n tokens with prefix, t spatial tokens, d width, h w image.
+Letters: b batch, h heads, n tokens with prefix, t spatial tokens; of an image h w.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmixup.attention import AttentionMap
-from tokenmixup.block import BlockInput, Detector, run_watched, tokens_of
+from tokenmixup.block import BlockInput, Detector, checked_tokens, run_watched
 from tokenmixup.contexts import evaluating, without_autocast
 from tokenmixup.settings import HTM
 from tokenmixup.watch import MapSeen
@@ -38,11 +38,11 @@ def rollout_saliency(
         class_token = num_prefix_tokens > 0
     if class_token and num_prefix_tokens < 1:
         raise ValueError("class_token=True needs num_prefix_tokens >= 1, got 0")
-    rows = maps[-1]
+    last = maps[-1]
     if class_token:
-        rows = rows[:, :, :1]
-    received = rows.mean(dim=(1, 2), dtype=torch.float32)  # b n
-    for attn in reversed(maps[:-1]):  # the mean row of A B is the mean row of A times B
+        last = last[:, :, :1]
+    received = last.mean(dim=(1, 2), dtype=torch.float32)  # b n
+    for attn in reversed(maps[:-1]):  # mean row of (A B) = (mean row of A) B
         received = torch.einsum("bi,bij->bj", received, attn.mean(dim=1, dtype=torch.float32))
     return received[:, num_prefix_tokens:]  # b t
 
@@ -63,22 +63,22 @@ def input_gradient(model: Callable[[Tensor], Tensor], images: Tensor, targets: T
 
 @torch.no_grad()
 def gradient_saliency(
-    pixels: Tensor, num_tokens: int, grid: tuple[int, int] | None = None
+    gradient: Tensor, num_tokens: int, grid: tuple[int, int] | None = None
 ) -> Tensor:
     """Saliency by the input gradient (Table 3), each sample's with the sum 1: `b h w` -> `b t`.
 
-    `pixels`: of `input_gradient`, averaged over the pixels of each spatial token. `grid`: rows and
-    columns of the tokens, by default of the image's aspect ratio. Raises ValueError if the grid
+    `gradient`: of `input_gradient`, averaged over the pixels of each spatial token. `grid`: rows
+    and columns of the tokens, by default of the image's aspect ratio. Raises ValueError if the grid
     does not have `num_tokens` cells.
     """
-    height, width = pixels.shape[1:]
+    height, width = gradient.shape[1:]
     if grid is None:
         rows = max(1, round((num_tokens * height / width) ** 0.5))
         grid = (rows, num_tokens // rows)
     rows, columns = grid
     if rows * columns != num_tokens:
         raise ValueError(f"{num_tokens} tokens form no grid over an image of {height} x {width}")
-    pooled = F.adaptive_avg_pool2d(pixels[:, None], (rows, columns)).flatten(1)
+    pooled = F.adaptive_avg_pool2d(gradient[:, None], (rows, columns)).flatten(1)
     return pooled / pooled.sum(dim=1, keepdim=True).clamp(min=torch.finfo(pooled.dtype).tiny)
 
 
@@ -86,12 +86,13 @@ def gradient_saliency(
 def by_attention(entry: BlockInput, class_token: bool | None = None) -> Tensor:
     """Saliency by the block's own attention map (Eq. 3); the block is run as far as that.
 
-    `class_token`: by its row, else by the mean over all rows; by default as the head reads it.
+    `class_token`: True takes the class token's row of the map, False the mean over all rows, None
+    the row if the head reads the class token.
     """
     adapter = entry.adapter
     if adapter.saliency is not None:
-        return _to_sum_1(adapter.saliency(entry.blocks[0], *entry.args, **entry.kwargs))
-    return saliency_by(map_of(entry), entry, class_token)
+        return _to_sum_1(adapter.saliency(entry.block, *entry.args, **entry.kwargs))
+    return saliency_of_map(map_of(entry), entry, class_token)
 
 
 @torch.no_grad()
@@ -99,26 +100,29 @@ def map_of(entry: BlockInput) -> AttentionMap:
     """Runs a block as far as its attention map, which it returns.
 
     Its `forward` is called, so that hooks on the block see one run; those inside of it see two.
+    During a pass that is a stand-in, which `Pass.calls_plain` sends to the plain one.
     """
     watching = entry.watching(only_map=True)
     try:
         with watching:
-            entry.blocks[0].forward(*entry.args, **entry.kwargs)
+            entry.block.forward(*entry.args, **entry.kwargs)
     except MapSeen:
         pass
-    return watching.kept()
+    return watching.kept_map()
 
 
-def saliency_by(seen: AttentionMap, entry: BlockInput, class_token: bool | None = None) -> Tensor:
+def saliency_of_map(
+    seen: AttentionMap, entry: BlockInput, class_token: bool | None = None
+) -> Tensor:
     """Returns the saliency that the block's own map gives its tokens, `b t`."""
     adapter = entry.adapter
     if adapter.geometry is not None:
-        return _to_sum_1(adapter.geometry(entry.blocks[0], seen, *entry.args, **entry.kwargs))
+        return _to_sum_1(adapter.geometry(entry.block, seen, *entry.args, **entry.kwargs))
     if class_token is None:
         class_token = adapter.reads_class_token
-    n = entry.num_tokens
-    rows = 1 if class_token else n
-    received = seen.received(rows, n)  # b n
+    n = entry.num_tokens  # a memory's keys are left out
+    queries = 1 if class_token else n
+    received = seen.received(queries, n)  # b n
     return received[:, adapter.num_prefix_tokens :]
 
 
@@ -128,14 +132,14 @@ def _to_sum_1(saliency: Tensor) -> Tensor:
 
 def by_gradient(entry: BlockInput) -> Tensor:
     """Saliency by the gradient of the loss with respect to the image."""
-    assert entry.pixels is not None, "the gradient is computed before the forward pass"
+    assert entry.input_gradient is not None  # computed before the forward pass
     if entry.grid is None and not entry.adapter.square_patches:
         raise ValueError(
             "htm.detector=gradient: the grid of the patches is not known; "
             "Adapter needs patch_embed, or square_patches=True"
         )
     num_tokens = entry.num_tokens - entry.adapter.num_prefix_tokens
-    return gradient_saliency(entry.pixels, num_tokens, entry.grid)
+    return gradient_saliency(entry.input_gradient, num_tokens, entry.grid)
 
 
 @torch.no_grad()
@@ -148,8 +152,8 @@ def by_rollout(steps: int, entry: BlockInput) -> Tensor:
         entry = replace(entry, name=f"{first} + {step}")
         with evaluating(block):
             out, watching = run_watched(block.forward, entry)
-        maps.append(watching.kept().rows())
-        entry = entry.with_tokens(tokens_of(entry, out, entry.num_tokens))
+        maps.append(watching.kept_map().probabilities())
+        entry = entry.with_tokens(checked_tokens(entry, out, entry.num_tokens))
     return rollout_saliency(maps, adapter.num_prefix_tokens, adapter.reads_class_token)
 
 

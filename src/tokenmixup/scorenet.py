@@ -60,8 +60,8 @@ class ScoreNet(nn.Module):
         if self.stop_gradient:
             tokens = tokens.detach()
         with without_autocast(tokens.device.type):
-            exact = tokens.to(self.head.weight.dtype)
-            return self.head(self._pooled(exact, num_prefix_tokens))
+            tokens = tokens.to(self.head.weight.dtype)
+            return self.head(self._pooled(tokens, num_prefix_tokens))
 
     def _pooled(self, tokens: Tensor, num_prefix_tokens: int) -> Tensor:
         """`b n d` -> `b d`."""

@@ -10,6 +10,7 @@ from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast, get_args
 
 LARGEST = 1e38  # bound of finite numbers, which must fit into float32
+SMALLEST = 1e-38  # of numbers > 0 there
 AUTO = "auto"
 
 Difficulty = Literal["paper", "excess"]
@@ -19,21 +20,21 @@ class Option(NamedTuple):
     """The values of an option."""
 
     allowed: str
-    holds: Callable[[Any], bool]
-    to: Callable[[Any], Any] = lambda x: x  # applied to a valid value
+    is_allowed: Callable[[Any], bool]
+    convert: Callable[[Any], Any] = lambda x: x  # a valid value
     per_layer: bool = False  # one value for all layers, or a list with one for each
 
 
 def _option(
     allowed: str,
-    holds: Callable[[Any], bool],
-    to: Callable[[Any], Any],
+    is_allowed: Callable[[Any], bool],
+    convert: Callable[[Any], Any],
     *,
     default: Any = MISSING,
     per_layer: bool = False,
 ) -> Any:
     """Declares an option with a range. An option without one has the choices of its type."""
-    option = Option(allowed, holds, to, per_layer)
+    option = Option(allowed, is_allowed, convert, per_layer)
     return field(default=default, metadata={"option": option})
 
 
@@ -75,12 +76,12 @@ def _is_list(x: Any) -> bool:
 
 
 def _at_least(least: int) -> Callable[[Any], bool]:
-    """Of integers of Python and numpy; a bool is none, although Python has it so."""
+    """Tests for an integer of Python or numpy; a bool is refused, though it is an int."""
     return lambda x: isinstance(x, Integral) and not isinstance(x, bool) and int(x) >= least
 
 
 def _within(low: float, high: float) -> Callable[[Any], bool]:
-    """Of numbers of Python and numpy; a bool is none, although Python has it so."""
+    """Tests for a number of Python or numpy; a bool is refused, though it is an int."""
     return lambda x: isinstance(x, Real) and not isinstance(x, bool) and low <= float(x) <= high
 
 
@@ -91,7 +92,7 @@ def _are_blocks(x: Any) -> bool:
     return all(map(_at_least(0), x)) and len(set(x)) == len(x)
 
 
-def _whole(numbers: Sequence[Any]) -> list[int]:
+def _ints(numbers: Sequence[Any]) -> list[int]:
     return [int(x) for x in numbers]
 
 
@@ -106,10 +107,10 @@ class _Settings:
             values = [given]
             if option.per_layer and _is_list(given):
                 values = list(given)
-            if not values or not all(map(option.holds, values)):
+            if not values or not all(map(option.is_allowed, values)):
                 raise ValueError(f"{self.key}.{name}={given!r}: must be {option.allowed}")
-            checked = [option.to(value) for value in values]
-            # a list of one value is that value; the dataclass is frozen
+            checked = [option.convert(value) for value in values]
+            # a list of one value becomes that value; the dataclass is frozen
             object.__setattr__(self, name, checked if len(checked) > 1 else checked[0])
 
 
@@ -138,14 +139,13 @@ class _Layered(_Settings):
         return list(self.layer) if isinstance(self.layer, Sequence) else [self.layer]
 
     @property
-    def each(self) -> dict[int, Any]:
+    def by_layer(self) -> dict[int, Any]:
         """Layer -> its settings, in which every option has one value."""
-        settings: Any = self
-        each = {}
+        settings = {}
         for i, layer in enumerate(self.layers):
-            values = {name: values[i] for name, values in self._lists.items()}
-            each[layer] = replace(settings, **values)
-        return each
+            own = {name: per_layer[i] for name, per_layer in self._lists.items()}
+            settings[layer] = type(self)(**(vars(self) | own))
+        return settings
 
 
 Kind = TypeVar("Kind", bound=_Settings)
@@ -172,7 +172,7 @@ class HTM(_Layered):
     """Settings of Horizontal TokenMixup. Choices default to the paper's method.
 
     `layer`: index, from 0, of the block whose input is mixed, or several in rising order. Each has
-    a ScoreNet of its own and mixes the tokens and labels that the previous one has left.
+    a ScoreNet of its own and mixes the tokens and labels that the previous one has mixed.
     `tau`: difficulty in nats below which a sample is easy (0: none, inf: all); auto: `for_classes`.
     `rho`: a token is replaced if that raises its saliency by more than rho (inf: none); auto:
     `rho_for`. With several layers `tau` and `rho` may be lists, one value for each layer.
@@ -212,6 +212,7 @@ class HTM(_Layered):
         if self.rollout_steps and self.detector != "attention":
             must = "must be 0 unless detector=attention, which alone can be rolled out"
             raise ValueError(f"htm.rollout_steps={self.rollout_steps}: {must}")
+        # with these values, an option reads the batch as it was before any mixing
         for option, value in (("detector", "gradient"), ("order", "published")):
             if getattr(self, option) == value and len(self.layers) > 1:
                 must = f"must be one layer with {option}={value}, which reads the batch unmixed"
@@ -224,9 +225,9 @@ class HTM(_Layered):
         ln(classes), 2.3 times as much, so that no sample is easy before ScoreNet has learned.
         """
         taus = []
-        for htm in self.each.values():
+        for htm in self.by_layer.values():
             taus.append(math.log10(num_classes) if htm.tau == AUTO else htm.tau)
-        return replace(self, tau=taus)
+        return replace(self, tau=taus)  # of one layer, the list becomes its value
 
     def rho_for(self, num_tokens: int) -> float:
         """Returns the rho of one layer, 1.28 / spatial tokens for `auto`.
@@ -272,7 +273,7 @@ class ManifoldMixup(_Settings):
 
     key = "manifold_mixup"
 
-    alpha: float = _option("a number > 0", _within(1e-38, LARGEST), float, default=2.0)
+    alpha: float = _option("a number > 0", _within(SMALLEST, LARGEST), float, default=2.0)
     layers: Sequence[int] = _option(
-        "different integers >= 0", _are_blocks, _whole, default=(0, 1, 2)
+        "different integers >= 0", _are_blocks, _ints, default=(0, 1, 2)
     )

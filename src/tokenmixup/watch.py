@@ -2,9 +2,13 @@
 
 A block runs under `Watching`, which sees its calls of scaled_dot_product_attention, softmax and
 multi_head_attention_forward. Those over all tokens of the block are its attention maps. VTM's
-memory is further tokens, behind the block's own n; what they would ask for is left out.
+memory is m further tokens after the block's own n, which are keys and values. Once the map is seen
+nothing needs them: fused attention, linear layers and dropout leave their rows out and return zeros
+there, and from its first sum on, the residual one, the block goes on with its own tokens. What else
+is computed for them, such as queries, is not used: what the block returns for them is cut off.
 
-Letters: b batch, h heads, n queries, m keys, e head width, d width.
+Letters: b batch, h heads, n the block's own tokens, m memory tokens, q queries, k keys, e head
+width, d width.
 """
 
 from collections.abc import Callable
@@ -18,8 +22,10 @@ from torch.overrides import TorchFunctionMode
 
 from tokenmixup.attention import AttentionMap
 
-FUSED = torch._C._nn.scaled_dot_product_attention  # that of `F` may be somebody's wrapper
+FUSED = torch._C._nn.scaled_dot_product_attention  # the name in `F` may be somebody's wrapper
 MULTIHEAD = F.multi_head_attention_forward
+BY_TOKEN = (F.linear, F.dropout)
+SUM = (torch.add, Tensor.add)  # also that of `+`
 SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
 OWN_CHECKPOINTING = (
     "runs without gradients or under the model's own gradient checkpointing, which would rerun it "
@@ -28,16 +34,22 @@ OWN_CHECKPOINTING = (
 
 
 class MapSeen(BaseException):
-    """Ends the run of a block whose map is all that was asked for; no error, so no fallback."""
+    """Ends the run of a block once its map is known.
+
+    A BaseException, so that a model's own `except Exception` does not catch it.
+    """
 
 
-Recording = tuple[bool, Any]  # whether gradients are recorded, and the checkpoint that reruns
+Autograd = tuple[bool, Any]  # whether it records operations, and the checkpoint around them
 
 
-def recording_now() -> Recording:
-    """Returns how operations are recorded; of checkpoints, by torch's that are not reentrant."""
+def autograd_now() -> Autograd:
+    """Returns the state of autograd, which is another one within a gradient checkpoint.
+
+    Of checkpoints it sees those of torch that are not reentrant.
+    """
     is_recorded = torch.is_grad_enabled()
-    if torch.compiler.is_compiling():  # it reruns rightly
+    if torch.compiler.is_compiling():  # compiled, a rerun is right
         return is_recorded, None
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":
@@ -52,38 +64,56 @@ class Watching(TorchFunctionMode):
     name: str  # of the block
     b: int
     n: int  # its own tokens
-    any_shape: bool = False  # whether maps of windows, or with fewer keys, count too
-    keeps_map: bool = True  # the first one
-    only_map: bool = False  # the block is left as soon as it is known
-    memory_indices: Tensor | None = None  # b m, of which of the n a memory's tokens are copies
-    hides_memory: bool = False  # from every query, for the proof
+    any_shape: bool  # whether maps of windows, or with fewer keys, count too
+    keeps_map: bool  # in `map`, the first one
+    only_map: bool  # MapSeen ends the run at the first one
+    memory_indices: Tensor | None  # b m, in 0..n-1: the index of each in the block it comes from
+    hides_memory: bool  # from every query, for the trial
     count: int = 0  # of maps
     map: AttentionMap | None = None
-    recording: Recording = field(default_factory=recording_now)
+    autograd: Autograd = field(default_factory=autograd_now)
 
     def total(self) -> int:
-        """The number of tokens, with those of a memory. (Compiled, a mode has no properties.)"""
+        """The number of tokens, with those of a memory.
+
+        A method, since torch.compile does not see the properties of a mode.
+        """
         if self.memory_indices is None:
             return self.n
         return self.n + self.memory_indices.shape[1]
 
     def is_map(self, shape: torch.Size) -> bool:
-        """Whether `b .. n m` is the shape of a map over all tokens."""
+        """Whether `b .. q k` is the shape of a map: over all tokens, q = k, or any.
+
+        All are n + m, or n: after the residual sum a second map must not be missed.
+        """
         if len(shape) < 3:
             return False
-        over_all = shape[0] == self.b and shape[-2] == shape[-1] == self.total()
+        is_square = shape[-2] == shape[-1]
+        over_all = shape[0] == self.b and is_square and shape[-1] in (self.n, self.total())
         return over_all or self.any_shape
 
-    def is_hidden(self, device: torch.device) -> Tensor:
-        """Which of all tokens nobody may see, `n + m` bool."""
+    def is_memory(self, device: torch.device) -> Tensor:
+        """Which of all tokens are the memory's, `n+m` bool."""
         return torch.arange(self.total(), device=device) >= self.n
 
-    def note(self, seen: AttentionMap | None) -> None:
-        """Counts a map, and keeps it if it is asked for.
+    def needs_memory(self) -> bool:
+        """Whether the rows of the memory, if there is one, must be computed.
 
-        Raises ValueError if it has a memory and will be run again, when nobody watches.
+        They become keys and values until the map is seen. In a part of the block under gradient
+        checkpointing they stay, since its rerun is not watched, and also where `b n+m d` could be
+        `n+m b d`.
         """
-        if self.memory_indices is not None and self.recording != recording_now():
+        if self.memory_indices is None or self.count == 0:
+            return True
+        return self.autograd != autograd_now() or self.b == self.total()
+
+    def note(self, seen: AttentionMap | None) -> None:
+        """Counts a map, and keeps the first one if `keeps_map`.
+
+        Raises ValueError for a memory under gradient checkpointing: the rerun would not have it.
+        """
+        if self.memory_indices is not None and self.autograd != autograd_now():
             raise ValueError(f"{self.name} {OWN_CHECKPOINTING}")
         self.count += 1
         if self.keeps_map and self.map is None:
@@ -91,18 +121,17 @@ class Watching(TorchFunctionMode):
         if self.only_map:
             raise MapSeen
 
-    def checked(self) -> AttentionMap | None:
-        """Returns the map, None if it was not kept. Raises ValueError unless there was one map."""
+    def check(self) -> None:
+        """Raises ValueError unless the block has computed one map."""
         if self.count != 1:
             found = f"computes {self.count} attention maps over its tokens"
             raise ValueError(f"{self.name} {found}, must be 1")
-        return self.map
 
-    def kept(self) -> AttentionMap:
-        """Returns the map of a run that keeps it. Raises ValueError unless there was one map."""
-        seen = self.checked()
-        assert seen is not None, "it was asked for"
-        return seen
+    def kept_map(self) -> AttentionMap:
+        """Returns the map, which was to be kept. Raises ValueError unless there was one."""
+        self.check()
+        assert self.map is not None  # keeps_map
+        return self.map
 
     def __torch_function__(
         self,
@@ -111,15 +140,18 @@ class Watching(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        # torch leaves the mode meanwhile, so that what is called from here is not seen again
         kwargs = kwargs or {}
         if func is FUSED:
             return _fused(self, *args, **kwargs)
         if func is MULTIHEAD:
             return _multihead(self, *args, **kwargs)
-        if func is F.dropout and self.memory_indices is not None:
-            return _dropout(self, *args, **kwargs)
         if func in SOFTMAX:
             return _softmax(self, func, *args, **kwargs)
+        if func in BY_TOKEN and not self.needs_memory():
+            return _by_token(self, func, *args, **kwargs)
+        if func in SUM and not self.needs_memory():
+            return _sum(self, func, *args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -127,7 +159,7 @@ class Watching(TorchFunctionMode):
 
 
 def _fused(
-    at: Watching,
+    watching: Watching,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -137,37 +169,41 @@ def _fused(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attends as scaled_dot_product_attention; only the block's own tokens ask the memory."""
+    """Attends as scaled_dot_product_attention; a memory's tokens are keys and values only."""
     if is_causal:
         raise ValueError("TokenMixup does not support causal attention")
     options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
-    if not at.is_map(query.shape[:-1] + key.shape[-2:-1]):
+    if not watching.is_map(query.shape[:-1] + key.shape[-2:-1]):  # b .. q k
         return FUSED(query, key, value, attn_mask, **options)
-    bias = None
     if attn_mask is not None:
-        bias = attn_mask[(None,) * (query.ndim - attn_mask.ndim)]  # 1 .. n m
-    if at.memory_indices is not None:
-        query = query[..., : at.n, :]
-        bias = _with_columns(bias, at.n, at.memory_indices)
-    if scale is None:
+        missing = query.ndim - attn_mask.ndim
+        attn_mask = attn_mask[(None,) * missing]  # b|1 .. q k, as many dimensions as the query
+    if watching.memory_indices is not None:
+        query = query[..., : watching.n, :]
+        attn_mask = _of_own_queries(attn_mask, watching.n, watching.memory_indices)
+    if scale is None:  # of the map; `options` have what was given
         scale = query.shape[-1] ** -0.5
-    at.note(AttentionMap(_with_heads(query), _with_heads(key), _with_heads(bias), scale))
-    if at.hides_memory:
-        key = key[..., : at.n, :]
-        value = value[..., : at.n, :]
-        bias = None if bias is None else bias[..., : at.n]
-    return _padded(FUSED(query, key, value, bias, **options), at)
+    watching.note(AttentionMap(_noted(query), _noted(key), _noted(attn_mask), scale))
+    if watching.hides_memory:
+        key = key[..., : watching.n, :]
+        value = value[..., : watching.n, :]
+        if attn_mask is not None:
+            attn_mask = attn_mask[..., : watching.n]
+    return _padded(FUSED(query, key, value, attn_mask, **options), watching)
 
 
-def _padded(x: Tensor, at: Watching) -> Tensor:
-    """Appends rows of zeros for the tokens of a memory, which ask nothing: `.. n d`."""
-    if at.memory_indices is None:
+def _padded(x: Tensor, watching: Watching) -> Tensor:
+    """Appends rows of zeros for a memory, whose own rows were left out: `.. n d` -> `.. n+m d`."""
+    if watching.memory_indices is None:
         return x
-    return F.pad(x, (0, 0, 0, at.total() - at.n))
+    return F.pad(x, (0, 0, 0, watching.total() - watching.n))
 
 
-def _with_heads(x: Tensor | None) -> Tensor | None:
-    """Of one head, which may have no dimension of its own: `b n ..` -> `b 1 n ..`; detached."""
+def _noted(x: Tensor | None) -> Tensor | None:
+    """Returns a tensor of a map as it is noted: detached, and `b h ..`.
+
+    One head may have no dimension of its own: `b n ..` -> `b 1 n ..`.
+    """
     if x is None:
         return None
     if x.ndim > 3:
@@ -175,20 +211,25 @@ def _with_heads(x: Tensor | None) -> Tensor | None:
     return x.detach()[:, None]
 
 
-def _with_columns(bias: Tensor | None, n: int, memory_indices: Tensor) -> Tensor | None:
-    """Appends to the bias of n keys, `b|1 .. n|1 n`, the columns that a memory's tokens had."""
-    if bias is None:
+def _of_own_queries(mask: Tensor | None, n: int, memory_indices: Tensor) -> Tensor | None:
+    """Returns a mask of n queries over n + m keys, `b .. n|1 n+m`.
+
+    One from outside has n keys, `b|1 .. n|1 n`: a memory token gets the column of its index. One
+    that the block has made for all its tokens, `.. n+m n+m`, loses the rows of the memory.
+    """
+    if mask is None:
         return None
-    if bias.shape[-1] != n:  # it has the columns of all tokens
-        return bias[..., :n, :]
-    bias = bias.expand(len(memory_indices), *bias.shape[1:])
-    while memory_indices.ndim < bias.ndim:
-        memory_indices = memory_indices[:, None]
-    return torch.cat([bias, bias.take_along_dim(memory_indices, dim=-1)], dim=-1)
+    if mask.shape[-1] != n:
+        return mask[..., :n, :]
+    mask = mask.expand(len(memory_indices), *mask.shape[1:])
+    index = memory_indices
+    while index.ndim < mask.ndim:
+        index = index[:, None]  # b 1 .. m
+    return torch.cat([mask, mask.take_along_dim(index, dim=-1)], dim=-1)
 
 
 def _softmax(
-    at: Watching,
+    watching: Watching,
     func: Callable[..., Any],
     input: Tensor,
     dim: Any = None,
@@ -196,30 +237,38 @@ def _softmax(
     **kwargs: Any,
 ) -> Tensor:
     """Runs a softmax; one over all tokens returns a map, which is noted."""
-    is_map = dim in (-1, input.ndim - 1) and at.is_map(input.shape)
-    if is_map and at.hides_memory:
-        input = input.masked_fill(at.is_hidden(input.device), -torch.inf)
+    is_map = dim in (-1, input.ndim - 1) and watching.is_map(input.shape)
+    if is_map and watching.hides_memory:
+        input = input.masked_fill(watching.is_memory(input.device), -torch.inf)
     out: Tensor = func(input, dim, *args, **kwargs)
     if is_map:
-        at.note(AttentionMap(weights=_with_heads(out)))
+        watching.note(AttentionMap(weights=_noted(out)))
     return out
 
 
-def _dropout(
-    at: Watching, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+def _by_token(
+    watching: Watching, func: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Draws for the block's own tokens alone, once its map is seen: a memory asks nothing.
+    """Runs a layer for the block's own tokens alone; so dropout draws as without a memory."""
+    if input.ndim < 3 or input.shape[-2] != watching.total():
+        return func(input, *args, **kwargs)
+    return _padded(func(input[..., : watching.n, :], *args, **kwargs), watching)
 
-    What is run again in the backward pass, when nobody watches, draws as it will then.
-    """
-    draws_for_tokens = p > 0 and input.ndim >= 3 and input.shape[-2] == at.total()
-    if not draws_for_tokens or at.count == 0 or at.recording != recording_now():
-        return F.dropout(input, p, training, inplace)
-    return _padded(F.dropout(input[..., : at.n, :], p, training, inplace), at)
+
+def _sum(watching: Watching, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    """Adds; the sum of two tensors of tokens, `b n|n+m d`, is that of the own ones, `b n d`."""
+    own = []
+    for x in args:
+        if not (isinstance(x, Tensor) and x.ndim == 3 and len(x) == watching.b):
+            return func(*args, **kwargs)
+        if x.shape[1] not in (watching.n, watching.total()):
+            return func(*args, **kwargs)
+        own.append(x[:, : watching.n])
+    return func(*own, **kwargs)
 
 
 def _multihead(
-    at: Watching,
+    watching: Watching,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -238,20 +287,20 @@ def _multihead(
     **kwargs: Any,
 ) -> Any:
     """Runs multi_head_attention_forward, `n b d`, which hides its own calls, and notes its map."""
-    if at.is_map(torch.Size([query.shape[1], num_heads, len(query), len(key)])):
+    if watching.is_map(torch.Size([query.shape[1], num_heads, len(query), len(key)])):
         has_further_keys = bias_k is not None or add_zero_attn
         has_mask = key_padding_mask is not None or attn_mask is not None
         if in_proj_weight is None or has_further_keys or has_mask:
             raise ValueError(
-                "TokenMixup supports torch's multi-head attention without a mask, further keys, "
-                "and separate widths"
+                "TokenMixup supports torch's multi-head attention without a mask, bias_k, bias_v "
+                "and add_zero_attn, and with one width of queries, keys and values"
             )
         seen = None
-        if at.keeps_map:
+        if watching.keeps_map:
             seen = _map_of_multihead(query, key, num_heads, in_proj_weight, in_proj_bias)
-        at.note(seen)
-        if at.hides_memory:
-            attn_mask = at.is_hidden(query.device).expand(len(query), -1)
+        watching.note(seen)
+        if watching.hides_memory:
+            attn_mask = watching.is_memory(query.device).expand(len(query), -1)
     return MULTIHEAD(
         query,
         key,
@@ -275,7 +324,7 @@ def _multihead(
 def _map_of_multihead(
     query: Tensor, key: Tensor, heads: int, weight: Tensor, bias: Tensor | None
 ) -> AttentionMap:
-    """`weight`, `bias`: of the projections of queries, keys and values, one below another."""
+    """`weight`, `bias`: of the projections of queries, keys and values, stacked."""
     q_weight, k_weight, _ = weight.chunk(3)
     q_bias, k_bias = None, None
     if bias is not None:

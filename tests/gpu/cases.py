@@ -1,7 +1,7 @@
 """Steps that a GPU and the CPU compute alike: their configurations, and how far results differ."""
 
 import math
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from reproduction.training.metrics import BatchMetrics, Line
 from reproduction.training.step import Trainer
 from scripts.bench import build_trainer
-from tokenmixup import HTM
+from tests.conftest import other_rules
 
 SMALL = "cct_2_3x2"
 CCT = "cct_7_3x1"
@@ -47,15 +47,7 @@ class Case(NamedTuple):
     steps: int = 2
 
 
-RULES = (
-    *(
-        f"{option}={value}"
-        for option, kind in get_type_hints(HTM).items()
-        if get_origin(kind) is Literal and option not in ("pooling", "difficulty")
-        for value in get_args(kind)[1:]
-    ),
-    *("rho=0.01", "pooling=average", "stop_gradient=true"),
-)
+RULES = [*other_rules(), "rho=0.01", "pooling=average", "stop_gradient=true"]
 CASES: dict[str, Case] = {
     **{
         f"{SMALL} {'+'.join(stack) or 'plain'} {precision}": Case(SMALL, 6, stack, precision)
@@ -108,7 +100,9 @@ class Distance(NamedTuple):
     gradients: float
 
     def is_small(self, precision: str) -> bool:
-        return self.losses <= TOLERANCES[precision] and self.gradients <= GRADIENTS[precision]
+        same_losses = self.losses <= TOLERANCES[precision]
+        same_gradients = self.gradients <= GRADIENTS[precision]
+        return same_losses and same_gradients
 
 
 class DrawnOnHost(TorchFunctionMode):
@@ -144,7 +138,9 @@ def small_trainer(
     """
     recipe, classes, sharpness = TRAINED_AS[model]
     words = [f"model={model}", *recipe, f"device={device.type}", f"recipe.precision={precision}"]
-    words += [f"augmentation=[{','.join(stack)}]", *["augmentation.htm.tau=inf"] * ("htm" in stack)]
+    words.append(f"augmentation=[{','.join(stack)}]")
+    if "htm" in stack:
+        words.append("augmentation.htm.tau=inf")
     trainer = build_trainer([*words, *overrides], classes)
     blocks: Any = trainer.module.model.blocks
     with torch.no_grad():
@@ -159,9 +155,15 @@ def steps_of(trainer: Trainer, batch: int, steps: int) -> list[Line]:
 
 
 GRAPH = (  # of a graph and of eager steps: all that may be in a step
-    *("recipe.transforms.erasing_prob=0.5", "recipe.transforms.erasing_mode=pixel"),
-    *("model.attn_drop=0.1", "model.drop_path=0.1", AVERAGE, CLIP),
-    *("recipe.epochs=40", "recipe.warmup_epochs=5", "recipe.schedule_step=epoch"),
+    "recipe.transforms.erasing_prob=0.5",
+    "recipe.transforms.erasing_mode=pixel",
+    "model.attn_drop=0.1",
+    "model.drop_path=0.1",
+    AVERAGE,
+    CLIP,
+    "recipe.epochs=40",
+    "recipe.warmup_epochs=5",
+    "recipe.schedule_step=epoch",
 )
 # Of the batches, each size with a graph; a CPU takes seconds for a step.
 SIZES = {"cuda": [8] * 9 + [7] * 4 + [8] * 7, "cpu": [4, 4, 3, 4, 3]}
@@ -188,8 +190,8 @@ def _steps(trainer: Trainer, batches: list[int]) -> list[Line]:
         images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
         classes = torch.randint(len(trainer.classes), (batch,), generator=generator)
         micro_batches = trainer.train_step(images, classes, batch)
-        metrics = [part.metrics for part in micro_batches]
-        lines.add({"step": trainer.step}, batch, metrics)
+        stats = [part.stats for part in micro_batches]
+        lines.add({"step": trainer.step}, batch, stats)
     return lines.fetch()[0]
 
 
@@ -209,4 +211,6 @@ def distance_of_losses(lines: list[Line], others: list[Line]) -> float:
 
 
 def _largest(values: list[float]) -> float:
-    return max(values) if all(map(math.isfinite, values)) else math.inf
+    if all(map(math.isfinite, values)):
+        return max(values)
+    return math.inf

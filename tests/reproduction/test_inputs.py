@@ -202,7 +202,7 @@ def test_purposes_have_different_random_streams():
     """Not even the noise of a box equals what dropout draws in that step."""
     noise = prepared(erasing(1.0, "pixel"), torch.zeros_like(IMAGES), 0, 1, 0).images.flatten()
     with seeded(Purpose.AUGMENT):  # restores the generator
-        seed_device(CPU, Purpose.DROPOUT, 0, 1, 0)
+        seed_device(CPU, Purpose.MODEL, 0, 1, 0)
         dropout = torch.randn(noise.shape)
     assert (noise == dropout).sum() < 3  # by chance
     draws = set()

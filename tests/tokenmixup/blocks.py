@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-WIDTH = 64  # a head is as wide as there are tokens
+WIDTH = 64
 HEADS = 4
-TOKENS = 16
+TOKENS = WIDTH // HEADS  # as many as a head is wide: what has one shape may be the other
 SDPA = F.scaled_dot_product_attention
 
 
@@ -26,7 +26,6 @@ class Block(nn.Module):
     """Attention and MLP, as timm has them; the blocks below differ in one thing each."""
 
     heads = HEADS
-    draws_for_memory = False  # whether random layers of the MLP draw for the memory's rows as well
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,10 +42,15 @@ class Block(nn.Module):
 
     def attention(self, x: Tensor) -> Tensor:
         q, k, v = self.projected(x)
-        return self.proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        return self.merged(self.attend(q, k, v))
 
     def projected(self, x: Tensor) -> Tensor:
-        return self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        """Queries, keys and values, `3 b h n e`."""
+        return by_head(self.qkv(x), self.heads)
+
+    def merged(self, x: Tensor) -> Tensor:
+        """`b h n e` -> `b n d`."""
+        return self.proj(x.transpose(1, 2).flatten(2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return SDPA(q, k, v)
@@ -60,20 +64,27 @@ class Block(nn.Module):
 
     def by_hand(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Returns tokens `b n d` and the map of the own tokens over these, `b h n n`."""
+        x, attn = self.attended_by_hand(x, memory)
+        return x + self.mlp(self.norm2(x)), attn
+
+    def attended_by_hand(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         n = x.shape[1]
-        m = memory.shape[1]
         q, k, v = self.projected(self.norm1(torch.cat([x, memory], dim=1)))
         attn = exponential(self.scores(q[:, :, :n], k))
-        mixed = self.dropped(attn) @ v
-        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
-        rows = F.pad(x, (0, 0, 0, m)) if self.draws_for_memory else x
-        return x + self.mlp(self.norm2(rows))[:, :n], attn[..., :n]
+        x = x + self.merged(self.dropped(attn) @ v)
+        return x, attn[..., :n]
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        return q @ k.mT / math.sqrt(q.shape[-1])
+        width = q.shape[-1]
+        return q @ k.mT / math.sqrt(width)
 
     def dropped(self, attn: Tensor) -> Tensor:
         return attn
+
+
+def by_head(x: Tensor, heads: int) -> Tensor:
+    """`b n (3 h e)` -> `3 b h n e`."""
+    return x.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
 
 
 def exponential(scores: Tensor) -> Tensor:
@@ -91,12 +102,12 @@ class Case(NamedTuple):
     samples: int = 4
 
 
-CASES: dict[str, dict[str, Case]] = {}
+CASES: dict[str, Case] = {}
 
 
 def case(row: str, htm: bool = True, vtm: bool = True, samples: int = 4) -> Any:
     def enter(kind: Any) -> Any:
-        CASES.setdefault(row, {})[kind.__name__] = Case(kind, htm, vtm, samples)
+        CASES[f"{row}: {kind.__name__}"] = Case(kind, htm, vtm, samples)
         return kind
 
     return enter
@@ -141,11 +152,12 @@ class Multihead(Block):
         self.proj = self.own.out_proj
 
     def attention(self, x: Tensor) -> Tensor:
-        return self.own(x, x, x, need_weights=False)[0]
+        out, _ = self.own(x, x, x, need_weights=False)
+        return out
 
     def projected(self, x: Tensor) -> Tensor:
         both = F.linear(x, self.own.in_proj_weight, self.own.in_proj_bias)
-        return both.unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return by_head(both, HEADS)
 
 
 @case("map")
@@ -184,7 +196,8 @@ class LinearAttention(Block):
     """Queries that are normalised over their width."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return q.softmax(dim=-1) @ (k.softmax(dim=-2).mT @ v)
+        mixed = k.softmax(dim=-2).mT @ v
+        return q.softmax(dim=-1) @ mixed
 
 
 @case("map", htm=False, vtm=False)
@@ -198,7 +211,8 @@ class KeysOverTokens(Block):
 @case("map", htm=False, vtm=False)
 class OverChannels(Block):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ((q.mT @ k / TOKENS).softmax(dim=-1) @ v.mT).mT
+        attn = (q.mT @ k / TOKENS).softmax(dim=-1)
+        return (attn @ v.mT).mT
 
 
 @case("map", htm=False, vtm=False, samples=TOKENS)
@@ -215,7 +229,9 @@ class SamplesStandardised(Block):
     """By hand, over the batch, in training."""
 
     def projected(self, x: Tensor) -> Tensor:
-        x = (x - x.mean(dim=0)) / (x.var(dim=0) + 1e-3).sqrt() if self.training else x
+        if self.training:
+            deviation = (x.var(dim=0) + 1e-3).sqrt()
+            x = (x - x.mean(dim=0)) / deviation
         return super().projected(x)
 
 
@@ -243,23 +259,59 @@ class ScaledTokens(Block):
     """Each token by its own length, and by a gate of its own."""
 
     def mlp(self, x: Tensor) -> Tensor:
-        return F.normalize(x, dim=-1) * self.up(x).mean(dim=-1, keepdim=True).sigmoid()
+        gate = self.up(x).mean(dim=-1, keepdim=True).sigmoid()
+        return F.normalize(x, dim=-1) * gate
 
 
 @case("tokens")
 class NormedQueries(Block):
     def projected(self, x: Tensor) -> Tensor:
         q, k, v = super().projected(x)
-        return torch.stack([F.normalize(q, dim=-1), 4 * F.normalize(k, dim=-1), v])
+        q = F.normalize(q, dim=-1)
+        k = F.normalize(k, dim=-1)
+        return torch.stack([q, 4 * k, v])
 
 
-@case("tokens", vtm=False)
+@case("tokens")
 class SqueezeAndExcite(Block):
     def mlp(self, x: Tensor) -> Tensor:
-        return x * self.up(x.mean(dim=1, keepdim=True)).sigmoid()
+        mean = x.mean(dim=1, keepdim=True)
+        return x * self.up(mean).sigmoid()
 
 
 @case("tokens", vtm=False)
+class ExciteInPlace(SqueezeAndExcite):
+    """Its sum in place keeps the tokens of a memory, which the MLP then sees."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        attended = self.attention(self.norm1(x))
+        attended += x
+        return attended + self.mlp(self.norm2(attended))
+
+
+@case("tokens", samples=20)
+class TokensFirst(Block):
+    """Works on `n b d`; with the memory of the test there are as many tokens as samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        attended = self.attention(self.norm1(x)).transpose(0, 1)
+        x = x.transpose(0, 1) + attended
+        return (x + self.mlp(self.norm2(x))).transpose(0, 1)
+
+
+@case("tokens")
+class Parallel(Block):
+    """The MLP sees the block's input, which has the tokens of a memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(self.norm1(x)) + self.mlp(self.norm2(x))
+
+    def by_hand(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        attended, attn = self.attended_by_hand(x, memory)
+        return attended + self.mlp(self.norm2(x)), attn
+
+
+@case("tokens")
 class ResponseNorm(Block):
     """ConvNeXt-V2's, whose gamma begins at 0."""
 
@@ -269,10 +321,11 @@ class ResponseNorm(Block):
 
     def mlp(self, x: Tensor) -> Tensor:
         length = x.norm(dim=1, keepdim=True)
-        return x + self.gamma_of_gate * x * length / (length.mean(dim=-1, keepdim=True) + 1e-6)
+        mean = length.mean(dim=-1, keepdim=True)
+        return x + self.gamma_of_gate * x * length / (mean + 1e-6)
 
 
-@case("tokens", vtm=False)
+@case("tokens")
 class NormOverTokens(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +335,7 @@ class NormOverTokens(Block):
         return super().mlp(self.over_tokens(x.mT).mT)
 
 
-@case("tokens", vtm=False)
+@case("tokens")
 class Convolved(Block):
     """Behind a gate that begins at 0 (ReZero)."""
 
@@ -292,10 +345,11 @@ class Convolved(Block):
         self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
 
     def mlp(self, x: Tensor) -> Tensor:
-        return super().mlp(x) + self.gate * self.conv(x.mT).mT
+        convolved = self.conv(x.mT).mT
+        return super().mlp(x) + self.gate * convolved
 
 
-@case("tokens", vtm=False)
+@case("tokens")
 class SoftExperts(Block):
     """Experts that read weighted means of the tokens."""
 
@@ -317,13 +371,17 @@ class Rotary(Block):
 
     def projected(self, x: Tensor) -> Tensor:
         q, k, v = super().projected(x)
-        angle = torch.arange(x.shape[1])[:, None] / 2.0 ** torch.arange(q.shape[-1] // 2)
+        places = torch.arange(x.shape[1])
+        lengths = 2.0 ** torch.arange(q.shape[-1] // 2)
+        angle = places[:, None] / lengths
         return torch.stack([rotated(q, angle), rotated(k, angle), v])
 
 
 def rotated(x: Tensor, angle: Tensor) -> Tensor:
     a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], dim=-1)
+    cos = angle.cos()
+    sin = angle.sin()
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
 @case("tokens", vtm=False)
@@ -331,7 +389,8 @@ class Distances(Block):
     """A bias by distance (ALiBi), made from the number of tokens."""
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        return super().scores(q, k) + self.bias(k.shape[2])[: q.shape[2]]
+        bias = self.bias(k.shape[2])
+        return super().scores(q, k) + bias[: q.shape[2]]
 
     def bias(self, n: int) -> Tensor:
         place = torch.arange(n)
@@ -372,7 +431,8 @@ class CountedKeys(Block):
         return super().scores(q, k) * math.log(k.shape[2])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return SDPA(q, k, v, scale=math.log(k.shape[2]) / math.sqrt(q.shape[-1]))
+        scale = math.log(k.shape[2]) / math.sqrt(q.shape[-1])
+        return SDPA(q, k, v, scale=scale)
 
 
 # 3. Dropout over n + m tokens is that of the MLP (VTM)
@@ -388,13 +448,16 @@ class Random(Block):
 @case("dropout")
 class InTheMlp(Random):
     def mlp(self, x: Tensor) -> Tensor:
-        return self.drop(self.down(self.drop(F.gelu(self.up(x)))))
+        inner = self.drop(F.gelu(self.up(x)))
+        return self.drop(self.down(inner))
 
 
 @case("dropout")
 class OfFusedAttention(Random):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return SDPA(q, k, v, dropout_p=0.3 if self.training else 0.0)
+        if not self.training:
+            return SDPA(q, k, v)
+        return SDPA(q, k, v, dropout_p=0.3)
 
     def dropped(self, attn: Tensor) -> Tensor:
         return self.drop(attn)
@@ -411,7 +474,9 @@ class WholePaths(Random):
     """Stochastic depth: one number for each sample."""
 
     def mlp(self, x: Tensor) -> Tensor:
-        kept = torch.rand(len(x), 1, 1) > 0.4 if self.training else 1.0
+        if not self.training:
+            return super().mlp(x)
+        kept = torch.rand(len(x), 1, 1) > 0.4
         return super().mlp(x) * kept
 
 
@@ -427,11 +492,13 @@ class LowRank(nn.Module):
         nn.init.normal_(self.up.weight, std=up)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.base(x) + self.up(self.down(F.dropout(x, 0.5, self.training)))
+        low = self.down(F.dropout(x, 0.5, self.training))
+        out = self.base(x) + self.up(low)
         if not self.scaled:
             return out
-        whole = self.base.weight + self.up.weight @ self.down.weight
-        return out * (self.base.weight.norm(dim=1) / whole.norm(dim=1).detach())
+        weight = self.base.weight
+        whole = weight + self.up.weight @ self.down.weight
+        return out * (weight.norm(dim=1) / whole.norm(dim=1).detach())
 
 
 @case("dropout")
@@ -465,7 +532,6 @@ class InFrontOfAll(Random):
 class RerunMlp(Random):
     """Under the block's own checkpoint; what is run again must draw the same."""
 
-    draws_for_memory = True
     reentrant = False
 
     def mlp(self, x: Tensor) -> Tensor:
@@ -482,12 +548,12 @@ class RerunMlpReentrant(RerunMlp):
 
 @case("dropout")
 class ByHand(Random):
-    """A layer of one's own draws for all that it gets."""
-
-    draws_for_memory = True
+    """A layer of one's own, which draws for all that it gets."""
 
     def mlp(self, x: Tensor) -> Tensor:
-        kept = (torch.rand(x.shape) > 0.3) / 0.7 if self.training else 1.0
+        if not self.training:
+            return super().mlp(x)
+        kept = (torch.rand(x.shape) > 0.3) / 0.7
         return super().mlp(x) * kept
 
 
@@ -552,7 +618,8 @@ class ResidualBeside(Block):
     """Mamba's order: what a block adds is added by the next one."""
 
     def forward(self, x: Tensor) -> Any:
-        return self.mlp(self.norm2(x + self.attention(self.norm1(x)))), x
+        attended = x + self.attention(self.norm1(x))
+        return self.mlp(self.norm2(attended)), x
 
     def tokens(self, out: Any) -> Tensor:
         return out[0] + out[1]
@@ -702,9 +769,11 @@ class OwnFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
         attn, v = ctx.saved_tensors
-        inner = grads[0] @ v.mT
-        return attn * (inner - (inner * attn).sum(dim=-1, keepdim=True)), attn.mT @ grads[0]
+        of_attn = grad @ v.mT
+        mean = (of_attn * attn).sum(dim=-1, keepdim=True)
+        return attn * (of_attn - mean), attn.mT @ grad
 
 
 @case("errors", vtm=False)

@@ -8,6 +8,7 @@ Letters: b batch, t tokens.
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -35,26 +36,36 @@ def matrices(b: int, share: float, seed: int = 0) -> Iterator[Matrix]:
     easy = round(share * b)
 
     def matrix(kind: str, gain: Tensor) -> Matrix:
+        chosen = torch.randperm(b, generator=g)[:easy]
         is_easy = torch.zeros(b, dtype=torch.bool)
-        is_easy[torch.randperm(b, generator=g)[:easy]] = True
+        is_easy[chosen] = True
         return Matrix(kind, gain.double(), is_easy)
 
-    for name, saliency in np.load(SALIENCIES).items():
-        some = torch.from_numpy(saliency)[torch.randperm(len(saliency), generator=g)[:b]].float()
-        yield matrix(f"trained, {name}", gain_matrix(some, 0.005 if "late" in name else 0.0005))
+    def of_saliency(kind: str, saliency: Tensor, rho: float = 0.0) -> Matrix:
+        return matrix(kind, gain_matrix(saliency, rho))
+
+    for name, recorded in np.load(SALIENCIES).items():
+        order = torch.randperm(len(recorded), generator=g)
+        some = torch.from_numpy(recorded)[order[:b]]
+        rho = 0.0005
+        if "late" in name:
+            rho = 0.005
+        yield of_saliency(f"trained, {name}", some.float(), rho)
     for sharpness in (0.1, 1.0, 3.0):
-        yield matrix(f"pooled, {sharpness}", gain_matrix(_pooled(b, sharpness, g), 0))
-        yield matrix(f"class token, {sharpness}", gain_matrix(_of_token(b, sharpness, g), 0))
+        yield of_saliency(f"pooled, {sharpness}", _pooled(b, sharpness, g))
+        yield of_saliency(f"class token, {sharpness}", _of_token(b, sharpness, g))
     some = _of_token(b, 1.0, g)
-    yield matrix("mostly zeros", gain_matrix(some, 0.05))
-    yield matrix("identical", gain_matrix(some[:1].repeat(b, 1), 0))
-    yield matrix("eight different", gain_matrix(some[torch.arange(b) % 8 % len(some)], 0))
-    noise = 1e-7 * torch.randn(b, TOKENS, generator=g)
-    yield matrix("nearly uniform", gain_matrix(1 / TOKENS + noise, 0))
+    yield of_saliency("mostly zeros", some, rho=0.05)
+    yield of_saliency("identical", some[:1].repeat(b, 1))
+    eight = torch.arange(b) % 8 % len(some)
+    yield of_saliency("eight different", some[eight])
+    noise = torch.randn(b, TOKENS, generator=g)
+    yield of_saliency("nearly uniform", 1 / TOKENS + 1e-7 * noise)
     uniform = torch.rand(b, b, generator=g, dtype=torch.float64)
     yield matrix("uniform", uniform)
     yield matrix("ties", torch.randint(4, (b, b), generator=g))
-    yield matrix("products", torch.outer(torch.arange(1, b + 1), torch.arange(1, b + 1)))
+    numbers = torch.arange(1, b + 1)
+    yield matrix("products", torch.outer(numbers, numbers))
     yield matrix("zeros", torch.zeros(b, b))
     yield matrix("huge", 1e300 * uniform)
     yield matrix("tiny", 1e-200 * uniform)
@@ -69,25 +80,39 @@ def _of_token(b: int, sharpness: float, g: torch.Generator) -> Tensor:
 def _pooled(b: int, sharpness: float, g: torch.Generator) -> Tensor:
     """The mean attention of all queries, `b t`."""
     q, k = torch.randn(2, b, TOKENS, 16, generator=g)
-    return (sharpness * q @ k.mT / 4).softmax(dim=2).mean(dim=1)
+    scores = sharpness * q @ k.mT / 4
+    return scores.softmax(dim=2).mean(dim=1)
 
 
 def deficit(matrix: Matrix, donor: Tensor) -> float:
     """Returns how far the total gain is below the largest, relative to it; 0 if that is 0.
 
-    `donor` is `b`, on any device. Raises ValueError unless each easy sample has another donor and
-    each hard one itself.
+    `donor`: `b` on the host, valid by `check_donors`.
     """
-    rows = matrix.is_easy.nonzero().flatten()
-    chosen = donor.cpu()
-    hard = ~matrix.is_easy
-    if not torch.equal(chosen[hard], torch.arange(len(donor))[hard]):
+    gain = matrix.gain[matrix.is_easy].numpy()
+    rows, best = linear_sum_assignment(gain, maximize=True)
+    optimum = float(gain[rows, best].sum())
+    chosen = donor[matrix.is_easy].numpy()
+    total = float(gain[rows, chosen].sum())
+    if optimum > 0:
+        return (optimum - total) / optimum
+    return 0.0
+
+
+def check_donors(is_easy: Tensor, donor: Tensor) -> None:
+    """Raises ValueError unless each easy sample has another donor and each hard one itself."""
+    own = torch.arange(len(donor))
+    if not torch.equal(donor[~is_easy], own[~is_easy]):
         raise ValueError("a hard sample has a donor")
-    easy = chosen[rows]
-    if not ((easy >= 0) & (easy < len(donor))).all() or len(easy.unique()) < len(easy):
+    chosen = donor[is_easy]
+    exists = (chosen >= 0) & (chosen < len(donor))
+    if not exists.all() or len(chosen.unique()) < len(chosen):
         raise ValueError("easy samples share a donor, or have none")
-    gain = matrix.gain[rows].numpy()
-    receivers, best = linear_sum_assignment(gain, maximize=True)
-    optimum = float(gain[receivers, best].sum())
-    total = float(gain[np.arange(len(rows)), easy.numpy()].sum())
-    return (optimum - total) / optimum if optimum > 0 else 0.0
+
+
+def loss_of(matrix: Matrix, module: ModuleType, device: str) -> float:
+    """Returns the deficit of a kernel's donors."""
+    found = module.device_donors(matrix.gain.to(device), matrix.is_easy.to(device))
+    donor = found.cpu()
+    check_donors(matrix.is_easy, donor)
+    return deficit(matrix, donor)

@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tests.conftest import CLASSES, small_cct, small_vit_lite
+from tests.conftest import CLASSES, drawn_batch, small_cct, small_vit_lite
 from tokenmixup import Adapter
 
 SMALL: dict[str, Any] = {"depth": 3, "embed_dim": 48, "num_heads": 3}
@@ -69,10 +69,16 @@ class Attention(nn.Module):
         self.out = nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        layers = (self.queries, self.keys, self.values)
-        q, k, v = (f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f in layers)
-        attn = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
-        return self.out((attn @ v).transpose(1, 2).flatten(2))
+        q = by_head(self.queries(x))
+        k = by_head(self.keys(x))
+        v = by_head(self.values(x))
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        mixed = scores.softmax(-1) @ v
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def by_head(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (4, -1)).transpose(1, 2)
 
 
 class Layer(nn.Module):
@@ -99,7 +105,8 @@ class HandMade(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.patches(images).flatten(2).mT
-        x = torch.cat([self.first.expand(len(x), -1, -1), x], dim=1)
+        first = self.first.expand(len(x), -1, -1)
+        x = torch.cat([first, x], dim=1)
         for layer in self.layers:
             x, _ = layer(x)
         return self.classify(x[:, 0])
@@ -131,18 +138,29 @@ class Kind(NamedTuple):
     stages: bool = False  # HTM alone
     vtm: bool = True  # of those without stages
     unused: str = "-"  # a parameter without a gradient in the model's own training, too
+    listed: str = "adapter"  # its name in docs/library.md
+
+    @property
+    def pooling(self) -> str:
+        """What ScoreNet pools by."""
+        return "class_token" if self.reads else "attention"
 
 
 def of_timm(name: str, prefix: int = 1, reads: bool = False, **options: Any) -> Kind:
     told = {"img_size": 64, **SMALL, **options}
     build = partial(timm.create_model, name, num_classes=CLASSES, **told)
-    return Kind(build, prefix, reads, pixels=64)
+    return Kind(build, prefix, reads, pixels=64, listed=name)
 
 
 def staged(name: str, layers: tuple[int, ...], pixels: int, blocks: str, **options: Any) -> Kind:
     told = {"num_classes": CLASSES, "drop_path_rate": 0.0, **options}
     build = partial(timm.create_model, name, **told)
-    return Kind(build, pixels=pixels, blocks=blocks, layers=layers, stages=True)
+    return Kind(build, pixels=pixels, blocks=blocks, layers=layers, stages=True, listed=name)
+
+
+def of_transformers(name: str, *told: Any, **more: Any) -> Kind:
+    build = partial(huggingface, name)
+    return Kind(build, *told, **more, listed=f"{name}ForImageClassification")
 
 
 KINDS: dict[str, Kind] = {
@@ -178,18 +196,19 @@ KINDS: dict[str, Kind] = {
     "cait": of_timm("cait_xxs24_224", 0, depth_token_only=1)._replace(vtm=False),
     "norms behind": of_timm("vit_base_patch16_rpn_224", 0),  # the attention
     "parallel": of_timm("vit_base_patch16_xp_224", 1, True),  # attention and MLP
-    "cct": Kind(small_cct, pixels=16),
-    "vit-lite": Kind(small_vit_lite, 1, True, 16),
+    "cct": Kind(small_cct, pixels=16, listed="CCT"),
+    "vit-lite": Kind(small_vit_lite, 1, True, 16, listed="CCT"),
     "torchvision": Kind(
         lambda: torchvision.models.VisionTransformer(32, 8, 3, 4, 32, 64, num_classes=CLASSES),
         prefix=1,
         reads=True,
         blocks="encoder.layers",
+        listed="torchvision.models.VisionTransformer",
     ),
-    "hf vit": Kind(partial(huggingface, "ViT"), 1, True, blocks="vit.layers"),
-    "hf deit": Kind(partial(huggingface, "DeiT"), 2, True, blocks="deit.layers"),
-    "hf dinov2": Kind(
-        partial(huggingface, "Dinov2"),
+    "hf vit": of_transformers("ViT", 1, True, blocks="vit.layers"),
+    "hf deit": of_transformers("DeiT", 2, True, blocks="deit.layers"),
+    "hf dinov2": of_transformers(
+        "Dinov2",
         prefix=1,
         blocks="dinov2.encoder.layer",
         unused="dinov2.embeddings.mask_token",
@@ -248,9 +267,14 @@ def of_each_kind(names: Iterable[str] = KINDS, quick: Iterable[str] = QUICK) -> 
 def build(name: str) -> tuple[Any, Adapter | None]:
     """A model with random positions, biases and layer scales as well, without dropout."""
     torch.manual_seed(0)
-    built = KINDS[name].build()
-    model, adapter = built if isinstance(built, tuple) else (built, None)
-    noise = 0.2 if KINDS[name].pixels == 64 and not KINDS[name].stages else 0.1
+    kind = KINDS[name]
+    model = kind.build()
+    adapter = None
+    if isinstance(model, tuple):
+        model, adapter = model
+    noise = 0.1
+    if kind.pixels == 64 and not kind.stages:
+        noise = 0.2
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(noise * torch.randn_like(parameter))
@@ -263,10 +287,7 @@ def build(name: str) -> tuple[Any, Adapter | None]:
 
 
 def batch_of(name: str, size: int = 4) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    pixels = KINDS[name].pixels
-    targets = torch.randn(size, CLASSES, generator=generator).softmax(dim=1)
-    return torch.randn(size, 3, pixels, pixels, generator=generator), targets
+    return drawn_batch(size, KINDS[name].pixels)
 
 
 def blocks_of(name: str, model: Any) -> list[Any]:
@@ -280,6 +301,44 @@ def logits_of(out: Any) -> Tensor:
     return getattr(out, "logits", out)
 
 
+# Models that are changed
+
+BOTH: dict[str, Any] = {
+    "htm": {"layer": 1, "tau": float("inf"), "rho": 0.0, "score_loss_weight": 0.0},
+    "vtm": {"layer": 2, "kappa": 2},
+}
+
+
+def randomized(model: Any) -> Any:
+    """Gives new parameters values that matter."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def vit(**options: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "num_heads": 3, "depth": 4}
+    told = {**sizes, "num_classes": CLASSES, **options}
+    return randomized(timm.create_model("vit_tiny_patch16_224", **told))
+
+
+def encoded() -> Any:
+    torch.manual_seed(0)
+    return randomized(Encoded())
+
+
+def hf_vit() -> Any:
+    torch.manual_seed(0)
+    return randomized(huggingface("ViT"))
+
+
+def batch(pixels: int = 32) -> tuple[Tensor, Tensor]:
+    return drawn_batch(4, pixels)
+
+
 # What the model itself attends to
 
 
@@ -289,6 +348,18 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     given: dict[str, Any]
     attn: Tensor | None = None
+
+
+def recorded(blocks: Iterable[nn.Module]) -> list[Call]:
+    """The calls of blocks from now on, without their maps."""
+    calls: list[Call] = []
+
+    def record(block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        calls.append(Call(args, given))
+
+    for block in blocks:
+        block.register_forward_pre_hook(record, with_kwargs=True)
+    return calls
 
 
 class Maps(TorchFunctionMode):
@@ -312,16 +383,13 @@ class Maps(TorchFunctionMode):
 
 def calls_of(name: str, model: Any, images: Tensor) -> list[Call]:
     """Runs a copy of the model without fused kernels; a call of each block."""
-    model, calls = copy.deepcopy(model).train(), list[Call]()
+    model = copy.deepcopy(model).train()
     for module in model.modules():
         if hasattr(module, "fused_attn"):
             setattr(module, "fused_attn", False)
     if isinstance(model, transformers.PreTrainedModel):
         model.set_attn_implementation("eager")
-    for block in blocks_of(name, model):
-        block.register_forward_pre_hook(
-            lambda _, args, given: calls.append(Call(args, given)), with_kwargs=True
-        )
+    calls = recorded(blocks_of(name, model))
     with torch.no_grad(), Maps() as mode:
         model(images)
     return [x._replace(attn=attn) for x, attn in zip(calls, mode.maps, strict=False)]
@@ -335,7 +403,9 @@ def saliency_of(name: str, block: Any, call: Call) -> Tensor:
     assert attn is not None
     if not kind.stages:
         attn = attn.mean(dim=1)
-        return (attn[:, 0] if kind.reads else attn.mean(dim=1))[:, kind.prefix :]
+        if kind.reads:
+            attn = attn[:, :1]
+        return attn.mean(dim=1)[:, kind.prefix :]
     received = attn.mean(dim=-2).mean(dim=1)  # over queries and heads
     if hasattr(block, "shift_size"):
         return of_windows(block, received, *x.shape[:3])
@@ -359,13 +429,17 @@ def of_windows(block: Any, received: Tensor, b: int, rows: int, columns: int) ->
             i = (y - down) % rows
             j = (x - right) % columns
             window = (i // height) * across + j // width
-            saliency[:, y, x] = received[:, window, (i % height) * width + j % width]
-    return (saliency / saliency.sum(dim=(1, 2), keepdim=True)).flatten(1)
+            place = (i % height) * width + j % width
+            saliency[:, y, x] = received[:, window, place]
+    total = saliency.sum(dim=(1, 2), keepdim=True)
+    return (saliency / total).flatten(1)
 
 
 def of_fewer_keys(received: Tensor, rows: int, columns: int) -> Tensor:
     side = math.isqrt(received.shape[1])
-    keys = [
-        (y * side // rows) * side + x * side // columns for y in range(rows) for x in range(columns)
-    ]
-    return received[:, keys] / received[:, keys].sum(dim=1, keepdim=True)
+    keys = []
+    for y in range(rows):
+        for x in range(columns):
+            keys.append((y * side // rows) * side + x * side // columns)
+    saliency = received[:, keys]
+    return saliency / saliency.sum(dim=1, keepdim=True)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
 import torchvision
@@ -21,43 +20,23 @@ from timm.layers import Attention
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.testing import assert_close
 
-from tests.conftest import CLASSES
-from tests.tokenmixup.models import ENCODED, Encoded, huggingface, logits_of
+from tests.conftest import CLASSES, gradients_of
+from tests.tokenmixup.models import (
+    BOTH,
+    ENCODED,
+    batch,
+    encoded,
+    hf_vit,
+    logits_of,
+    randomized,
+    vit,
+)
 from tokenmixup import Adapter, TokenMixup, attach, training_loss
 
-HTM: dict[str, Any] = {"layer": 1, "rho": 0.0, "score_loss_weight": 0.0}
-BOTH: dict[str, Any] = {
-    "htm": {**HTM, "tau": float("inf")},
-    "vtm": {"layer": 2, "kappa": 2},
-}
+PLAIN: dict[str, Any] = {**BOTH["htm"], "tau": 0.0}
 Patch = pytest.MonkeyPatch
-
-
-def randomized(model: Any) -> Any:
-    """Gives new parameters values that matter."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model
-
-
-def vit(**options: Any) -> Any:
-    torch.manual_seed(0)
-    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "num_heads": 3, "depth": 4}
-    told = {**sizes, "num_classes": CLASSES, **options}
-    return randomized(timm.create_model("vit_tiny_patch16_224", **told))
-
-
-def encoded() -> Any:
-    torch.manual_seed(0)
-    return randomized(Encoded())
-
-
-def hf_vit() -> Any:
-    torch.manual_seed(0)
-    return randomized(huggingface("ViT"))
 
 
 class Row(NamedTuple):
@@ -162,13 +141,7 @@ def eager_attention(model: Any) -> None:
     model.set_attn_implementation("eager")
 
 
-def batch(pixels: int = 32) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    targets = torch.randn(4, CLASSES, generator=generator).softmax(dim=1)
-    return torch.randn(4, 3, pixels, pixels, generator=generator), targets
-
-
-def module_of(of: Row, model: Any, **settings: Any) -> TokenMixup:
+def module_of(of: Any, model: Any, **settings: Any) -> TokenMixup:
     torch.manual_seed(0)
     return attach(model, CLASSES, adapter=of.adapter, **settings).train()
 
@@ -176,7 +149,9 @@ def module_of(of: Row, model: Any, **settings: Any) -> TokenMixup:
 def changed(of: Row, model: Any) -> Any:
     torch.manual_seed(2)
     other = of.change(model)
-    return model if other is None else other
+    if other is None:
+        return model
+    return other
 
 
 def operated(of: Row, module: TokenMixup) -> TokenMixup:
@@ -186,33 +161,25 @@ def operated(of: Row, module: TokenMixup) -> TokenMixup:
     return module.train()
 
 
-def step(module: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Returns the output of a pass, and gradients of the model's parameters by name."""
-    images, targets = batch()
-    module.zero_grad()
+class Step(NamedTuple):
+    output: Any
+    gradients: dict[str, Tensor]  # of the model
+
+
+def step_of_module(module: TokenMixup) -> Step:
     torch.manual_seed(5)
-    if isinstance(module, TokenMixup):
-        output = module(images, targets)
-        model = module.model
-        training_loss(output).backward()
-    else:
-        output = module(images)
-        model = module
-        output = getattr(output, "logits", output)
-        F.cross_entropy(output, targets).backward()
-    return output, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    output = module(*batch())
+    training_loss(output).backward()
+    return Step(output, gradients_of(module.model))
 
 
-def assert_same(ours: Any, theirs: Any) -> None:
-    """Compares outputs of two passes, and gradients."""
-    (output, gradients), (expected, others) = ours, theirs
-    torch.testing.assert_close(
-        (output[:2], gradients), (expected[:2], others), rtol=1e-5, atol=1e-5
-    )
-    for one, other in zip(output.layers, expected.layers, strict=True):
+def assert_same(ours: Step, theirs: Step) -> None:
+    assert_close(ours.output[:2], theirs.output[:2], rtol=1e-5, atol=1e-5)
+    assert_close(ours.gradients, theirs.gradients, rtol=1e-5, atol=1e-5)
+    for one, other in zip(ours.output.layers, theirs.output.layers, strict=True):
         assert torch.equal(one.mask, other.mask)
         assert one.mask.any()
-        torch.testing.assert_close(one.saliency, other.saliency, rtol=1e-5, atol=1e-6)
+        assert_close(one.saliency, other.saliency, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -222,11 +189,21 @@ def test_a_model_that_has_been_changed_is_the_model(name: str):
         settings = {**BOTH, "manifold_mixup": {"layers": [layer]}}
         late = operated(of, module_of(of, of.build(), **settings))
         early = module_of(of, changed(of, of.build()), **settings)
-        assert_same(step(late), step(early))
-    late = operated(of, module_of(of, of.build(), htm={**HTM, "tau": 0.0}))
-    output, gradients = step(late)
-    plain = step(changed(of, of.build()).train())
-    torch.testing.assert_close((output.logits, gradients), plain, rtol=1e-5, atol=1e-5)
+        assert_same(step_of_module(late), step_of_module(early))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_model_that_has_been_changed_is_the_plain_one_where_nothing_mixes(name: str):
+    of = ROWS[name]
+    module = operated(of, module_of(of, of.build(), htm=PLAIN))
+    output, gradients = step_of_module(module)
+    plain = changed(of, of.build()).train()
+    images, targets = batch()
+    torch.manual_seed(5)
+    logits = logits_of(plain(images))
+    F.cross_entropy(logits, targets).backward()
+    assert_close(output.logits, logits, rtol=1e-5, atol=1e-5)
+    assert_close(gradients, gradients_of(plain), rtol=1e-5, atol=1e-5)
 
 
 # Twins
@@ -288,13 +265,20 @@ def louder(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def forward(self: Any, *args: Any, **given: Any) -> Any:
         out = own(self, *args, **given)
-        return (1.5 * out[0], *out[1:]) if isinstance(out, tuple) else 1.5 * out
+        if isinstance(out, Tensor):
+            return 1.5 * out
+        first, *others = out
+        return 1.5 * first, *others
 
     return forward
 
 
 def each_block(do: Callable[[Any], None]) -> Callable[[Any], None]:
-    return lambda model: [do(block) for block in model.blocks] and None
+    def do_to_each(model: Any) -> None:
+        for block in model.blocks:
+            do(block)
+
+    return do_to_each
 
 
 def with_product(base: nn.Linear) -> None:
@@ -424,19 +408,17 @@ def layers_compiled_one_by_one(model: Any, patch: Patch) -> None:
 def test_a_changed_attention_mixes_as_the_same_merged_into_its_weights(name: str, late: bool):
     of = TWINS[name]
     settings = {**BOTH, "manifold_mixup": {"layers": [0]}}
+    images, targets = batch()
     merged = of.build()
     of.merge(merged)
-    images, targets = batch()
-    torch.manual_seed(0)
-    expected = attach(merged, CLASSES, adapter=of.adapter, **settings).train()
+    expected = module_of(of, merged, **settings)
     torch.manual_seed(5)
     theirs = expected(images, targets)
     model = of.build()
     with pytest.MonkeyPatch.context() as patch:
         if not late:
             of.change(model, patch)
-        torch.manual_seed(0)
-        module = attach(model, CLASSES, adapter=of.adapter, **settings).train()
+        module = module_of(of, model, **settings)
         if late:
             module(images, targets)
             of.change(model, patch)
@@ -446,9 +428,11 @@ def test_a_changed_attention_mixes_as_the_same_merged_into_its_weights(name: str
         with torch.no_grad():
             plain = logits_of(model.eval()(images))
             assert torch.equal(module.eval()(images), plain)
-    torch.testing.assert_close(ours[:2], theirs[:2], rtol=1e-5, atol=1e-5)
-    (one,), (other,) = ours.layers, theirs.layers
+    assert_close(ours[:2], theirs[:2], rtol=1e-5, atol=1e-5)
+    (one,) = ours.layers
+    (other,) = theirs.layers
     assert torch.equal(one.mask, other.mask)
     assert one.mask.any()
-    torch.testing.assert_close(one.saliency, other.saliency, rtol=1e-4, atol=1e-6)
-    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    assert_close(one.saliency, other.saliency, rtol=1e-4, atol=1e-6)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert all(p.grad is not None for p in trained)

@@ -1,7 +1,7 @@
 """What is refused in one line: settings by their key, models when attached or first trained."""
 
-import functools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,10 +15,9 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.conftest import CLASSES, small_cct
-from tests.tokenmixup.models import ENCODED
+from tests.conftest import CLASSES, refused, small_cct
+from tests.tokenmixup.models import BOTH, ENCODED, batch, encoded, hf_vit, vit
 from tests.tokenmixup.models import build as build_kind
-from tests.tokenmixup.test_changed_models import BOTH, batch, encoded, hf_vit, vit
 from tokenmixup import HTM, VTM, Adapter, ManifoldMixup, attach
 
 NAN = math.nan
@@ -48,20 +47,15 @@ VALUES: dict[str, dict[str, list[Any]]] = {  # beside layer=1
 }
 
 
-def refused(model: Any, begins: str, **told: Any) -> None:
-    with pytest.raises(ValueError) as error:
-        attach(model, **{"num_classes": CLASSES, **told})
-    assert str(error.value).startswith(begins)
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize("method", VALUES)
 def test_a_value_out_of_range_is_named(method: str):
     for option, values in VALUES[method].items():
         for value in values:
-            given = {} if method == "manifold_mixup" else {"layer": 1}
-            told: Any = {method: {**given, option: value}}
-            refused(small_cct(), f"{method}.{option}", **told)
+            given = {option: value}
+            if method != "manifold_mixup":
+                given = {"layer": 1, **given}
+            with refused(rf"^{method}\.{option}"):
+                attach(small_cct(), CLASSES, **{method: given})
 
 
 def test_numbers_of_numpy_are_those_of_python():
@@ -70,8 +64,10 @@ def test_numbers_of_numpy_are_those_of_python():
     assert VTM(layer=np.int64(2), kappa=np.uint8(4)) == VTM(layer=2, kappa=4)
     early = ManifoldMixup(alpha=np.float32(2), layers=[np.int64(0), np.int64(1)])
     assert early == ManifoldMixup(alpha=2.0, layers=[0, 1])
-    numbers = [*many.layers, many.tau, *early.layers, early.alpha]
-    assert {type(x) for x in numbers} == {int, float}
+    assert {type(layer) for layer in many.layers} == {int}
+    assert {type(layer) for layer in early.layers} == {int}
+    assert type(many.tau) is float
+    assert type(early.alpha) is float
     for value in (True, np.bool_(True), np.float64(1.0)):
         with pytest.raises(ValueError, match="layer"):
             HTM(layer=value)
@@ -91,11 +87,15 @@ def test_numbers_of_numpy_are_those_of_python():
         ("htm.rollout_steps=1", {"htm": {"layer": 1, "rollout_steps": 1, "detector": "random"}}),
         ("htm.layer + htm.rollout_steps=4", {"htm": {"layer": 2, "rollout_steps": 2}}),
         ("vtm.kappa", {"vtm": {"layer": [1, 2], "kappa": [3, 0]}}),
-        *((f"num_classes={n!r}", {"num_classes": n}) for n in (0, "10", 2.0, True)),
+        ("num_classes=0", {"num_classes": 0}),
+        ("num_classes='10'", {"num_classes": "10"}),
+        ("num_classes=2.0", {"num_classes": 2.0}),
+        ("num_classes=True", {"num_classes": True}),
     ],
 )
 def test_settings_that_do_not_go_together_are_named(begins: str, told: dict[str, Any]):
-    refused(small_cct(), begins, **told)
+    with refused(f"^{re.escape(begins)}"):
+        attach(small_cct(), **{"num_classes": CLASSES, **told})
 
 
 def test_the_number_of_classes_is_that_of_the_head():
@@ -130,7 +130,8 @@ def row(told: str, **more: Any) -> Any:
 class Skipping(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         for index, block in enumerate(self):
-            x = x if index == 1 else block(x)
+            if index != 1:
+                x = block(x)
         return x
 
 
@@ -275,8 +276,12 @@ def causal_attention(model: Any) -> None:
 
 @row("first argument", build=encoded, adapter=ENCODED)
 def tokens_by_keyword(model: Any) -> None:
-    layers = model.encoder.layers
-    model.encoder.forward = lambda x: functools.reduce(lambda y, f: f(src=y), layers, x)
+    def forward(x: Tensor) -> Tensor:
+        for layer in model.encoder.layers:
+            x = layer(src=x)
+        return x
+
+    model.encoder.forward = forward
 
 
 @row("block 0.* gets", build=lambda: vit(class_token=False, global_pool="avg"))
@@ -305,7 +310,7 @@ def test_a_model_that_cannot_be_served_is_refused_in_one_line(name: str, late: b
     of = ROWS[name]
     model = of.build()
     told = {"adapter": of.adapter, **of.settings}
-    with pytest.raises(ValueError, match=of.told) as error:
+    with refused(of.told):
         if late:  # once a pass has run, where the model had been served
             module = attach(model, CLASSES, **told).train()
             module(*batch(of.pixels))
@@ -313,7 +318,6 @@ def test_a_model_that_cannot_be_served_is_refused_in_one_line(name: str, late: b
         else:
             module = attach(of.change(model) or model, CLASSES, **told).train()
         module.train()(*batch(of.pixels))
-    assert "\n" not in str(error.value)
 
 
 def with_class_token() -> Any:
@@ -360,9 +364,9 @@ def with_class_token() -> Any:
     ],
 )
 def test_attach_refuses_what_it_can_see_at_once(told: str, build: Any, settings: Any):
-    with pytest.raises(ValueError, match=told) as error:
-        attach(build(), CLASSES, **settings)
-    assert "\n" not in str(error.value)
+    model = build()
+    with refused(told):
+        attach(model, CLASSES, **settings)
 
 
 @pytest.mark.parametrize(
@@ -386,10 +390,9 @@ def test_attach_refuses_what_it_can_see_at_once(told: str, build: Any, settings:
     ],
 )
 def test_an_adapter_that_does_not_fit_is_found_out(told: str, wrong: dict[str, Any]):
-    with pytest.raises(ValueError) as error:
-        attach(encoded(), CLASSES, **BOTH, adapter=replace(ENCODED, **wrong)).train()(*batch())
-    assert told in str(error.value)
-    assert "\n" not in str(error.value)
+    with refused(re.escape(told)):
+        adapter = replace(ENCODED, **wrong)
+        attach(encoded(), CLASSES, **BOTH, adapter=adapter).train()(*batch())
 
 
 def test_the_gradient_detector_needs_a_grid():

@@ -25,21 +25,10 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.fixture
-def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    targets = torch.randn(6, CLASSES, generator=generator).softmax(dim=1)
-    return torch.randn(6, 3, 32, 32, generator=generator), targets
-
-
 def sharded(module: TokenMixup, mesh: DeviceMesh) -> Any:
     for block in module.model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh)
     return fully_shard(module, mesh=mesh)
-
-
-def whole(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 @pytest.mark.parametrize(
@@ -52,31 +41,36 @@ def whole(parameter: Tensor) -> Tensor:
     ],
     ids=str,
 )
-def test_sharded_models_train_and_evaluate_as_whole_ones(batch, mesh, settings):
+def test_sharded_models_train_and_evaluate_as_whole_ones(images, targets, mesh, settings):
     plain = attach(small_vit(), CLASSES, **settings)
-    modules = [plain, sharded(copy.deepcopy(plain), mesh)]
-    assert all(isinstance(p, DTensor) for p in modules[1].parameters())
-    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in modules]
+    module = sharded(copy.deepcopy(plain), mesh)
+    assert all(isinstance(p, DTensor) for p in module.parameters())
+    assert losses_of(module, images, targets) == losses_of(plain, images, targets)
+    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.full_tensor(), theirs)
+    assert torch.equal(module.eval()(images), plain.eval()(images))
+
+
+def losses_of(module: nn.Module, images: Tensor, targets: Tensor) -> list[float]:
+    """Of two steps."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = []
     for step in range(2):
-        losses = []
-        for module, optimizer in zip(modules, optimizers, strict=True):
-            torch.manual_seed(step)
-            losses.append(training_loss(module.train()(*batch), 0.5))
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert torch.equal(*losses)
-    for ours, theirs in zip(*(module.parameters() for module in modules), strict=True):
-        assert torch.equal(whole(ours.detach()), whole(theirs.detach()))
-    assert torch.equal(*(module.eval()(batch[0]) for module in modules))
+        torch.manual_seed(step)
+        loss = training_loss(module.train()(images, targets), 0.5)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
 
 
-def test_pairs_of_a_sharded_model_need_a_registered_method(batch, mesh):
+def test_pairs_of_a_sharded_model_need_a_registered_method(images, targets, mesh):
     plain = attach(small_vit(), CLASSES, htm={"layer": 1, **ALL})
     module = sharded(copy.deepcopy(plain), mesh)
     register_fsdp_forward_method(module, "mixed_pairs")
-    ours = module.mixed_pairs(*batch)
-    theirs = plain.mixed_pairs(*batch)
+    ours = module.mixed_pairs(images, targets)
+    theirs = plain.mixed_pairs(images, targets)
     assert theirs is not None
     assert torch.equal(ours.mask, theirs.mask)
 
@@ -89,12 +83,12 @@ def test_pairs_of_a_sharded_model_need_a_registered_method(batch, mesh):
     ],
     ids=str,
 )
-def test_detectors_that_run_blocks_themselves_are_refused(batch, mesh, settings, key):
+def test_detectors_that_run_blocks_themselves_are_refused(images, targets, mesh, settings, key):
     module = sharded(attach(small_vit(), CLASSES, htm={"layer": 1, **settings}), mesh).train()
     with pytest.raises(ValueError, match=f"{key}.*: needs parameters without FSDP"):
-        module(*batch)
+        module(images, targets)
     module.stop_mixing()
-    assert module(*batch).score_loss is None
+    assert module(images, targets).score_loss is None
 
 
 def test_a_model_that_is_sharded_already_is_refused(mesh):

@@ -15,7 +15,7 @@ from reproduction.system import PlainError
 
 MOST_MEMORY = 2**30  # bytes of decoded images that the runs of one command keep on a machine
 MOST_SIZES = 10**5  # files whose sizes are read; those of ImageNet may take minutes
-READABLE = 100  # of so many training images one may be unreadable
+ONE_IN = 100  # of so many training images one may be unreadable
 
 
 class Items(Protocol):
@@ -32,10 +32,10 @@ class Unreadable(PlainError):
 
 @dataclass(frozen=True, eq=False)
 class Half:
-    """Some of the images of `items`: `half[i]` is an RGB image and the index of its class.
+    """Images to train on, for validation, or held out: `half[i]` is an RGB image and its class.
 
-    `places` are theirs in `items`; `decoded` their pixels, if they are held in memory, or why there
-    are none.
+    They are those of `items` at `places`; classes are indices. `decoded` has their pixels, if they
+    are held in memory, or the reason why an image has none.
     """
 
     items: Items
@@ -100,8 +100,8 @@ class Half:
         pairs = zip(_sizes(names), names, strict=True)
         return [f"{size} {name.removeprefix(root)}" for size, name in pairs]
 
-    def pixels(self) -> Iterator[bytes]:
-        """The images that a function has returned in a list, which lie in memory."""
+    def bytes_in_memory(self) -> Iterator[bytes]:
+        """The content of images that a function has returned in a list."""
         if not isinstance(self.items, list | tuple):
             return
         for place in self.places:
@@ -149,7 +149,7 @@ def in_memory(data: Data, names: Sequence[str], ranks: int) -> Data:
         decoded = read_all(half, np.array)
         broken = {i: x for i, x in enumerate(decoded) if isinstance(x, str)}
         if name == "train":
-            check_share(broken, half)
+            check_unreadable(broken, half)
         elif broken:
             first = next(iter(broken.values()))
             count = f"{len(broken):,} of {len(half):,} images to evaluate on"
@@ -158,15 +158,15 @@ def in_memory(data: Data, names: Sequence[str], ranks: int) -> Data:
     return data
 
 
-def check_share(unreadable: Mapping[int, str], half: Half) -> None:
-    """Raises PlainError, which names the first, if more than 1 in READABLE images is unreadable.
+def check_unreadable(unreadable: Mapping[int, str], half: Half) -> None:
+    """Raises PlainError, which names the first, if more than one in ONE_IN images is unreadable.
 
     `unreadable` maps the indices of training images to the reason.
     """
-    if len(unreadable) * READABLE > len(half):
+    if len(unreadable) * ONE_IN > len(half):
         first = next(iter(unreadable.values()))
         count = f"{len(unreadable):,} of {len(half):,} images to train on"
-        raise PlainError(f"{first}; {count} are unreadable, allowed is 1 in {READABLE}")
+        raise PlainError(f"{first}; {count} are unreadable, allowed is 1 in {ONE_IN}")
 
 
 def _left(half: Half, room: int) -> int:

@@ -25,9 +25,9 @@ ATTEMPTS = 10  # to draw a box that fits
 
 
 class Draws(NamedTuple):
-    """What the host draws for a batch, or its copy on the device. Without mixing all are None."""
+    """What the host draws for a batch, or its copy on the device. None: of what is off."""
 
-    ratios: Tensor | None = None  # 4 1 1: weights of own and partner's pixels, then of classes
+    ratios: Tensor | None = None  # 4 1 1: weights of own and partner's pixels, then of labels
     swapped: Tensor | None = None  # 1 1 h w bool, pixels taken from the partner, with CutMix
     kept: Tensor | None = None  # b 1 h w bool, pixels that are not erased
 
@@ -83,17 +83,19 @@ class InputMixing(Mixup):
     def draw(self, shape: torch.Size) -> Draws:
         """Returns the draws for images `b 3 h w`, from numpy's global generator, as timm's."""
         _, _, h, w = shape
-        share, is_cutmix = self._params_per_batch()
-        pixels = classes = share  # weights of the image itself
+        lam, is_cutmix = self._params_per_batch()
+        pixel_weight = lam  # of the image's own pixels
+        label_weight = lam  # of its own class
         swapped = np.zeros((1, 1, h, w), dtype=bool)
-        if is_cutmix and share != 1:
-            place, classes = cutmix_bbox_and_lam(
-                shape, share, ratio_minmax=self.cutmix_minmax, correct_lam=self.correct_lam
+        if is_cutmix and lam != 1:
+            box, label_weight = cutmix_bbox_and_lam(
+                shape, lam, ratio_minmax=self.cutmix_minmax, correct_lam=self.correct_lam
             )
-            top, bottom, left, right = map(int, place)
+            top, bottom, left, right = map(int, box)
             swapped[..., top:bottom, left:right] = True
-            pixels = 1.0  # whole ones are swapped
-        ratios = np.array([pixels, 1 - pixels, classes, 1 - classes], np.float32)
+            pixel_weight = 1.0  # CutMix swaps whole pixels
+        weights = [pixel_weight, 1 - pixel_weight, label_weight, 1 - label_weight]
+        ratios = np.array(weights, np.float32)
         return Draws(
             ratios=for_device(ratios[:, None, None]),
             swapped=for_device(swapped) if self.cutmix_alpha > 0 else None,
@@ -101,10 +103,11 @@ class InputMixing(Mixup):
 
     def mix(self, images: Tensor, classes: Tensor, draws: Draws) -> Mixed:
         assert draws.ratios is not None
-        own, others, weight, rest = draws.ratios  # 1 1 each
+        pixel_weight, pixel_rest, weight, rest = draws.ratios  # 1 1 each
         partners = images.flip(0)
         if self.mixup_alpha > 0:
-            images = images * own[..., None, None] + partners * others[..., None, None]
+            images = images * pixel_weight[..., None, None]
+            images = images + partners * pixel_rest[..., None, None]
         if draws.swapped is not None:
             images = torch.where(draws.swapped, partners, images)
         return Mixed(images, classes, partners=classes.flip(0), weight=weight, rest=rest)
@@ -155,14 +158,14 @@ class Erasing:
         b, _, h, w = shape
         kept = np.ones((b, 1, h, w), dtype=bool)
         rng = Random(seed_of(Purpose.ERASE_BOXES, *key))
-        for pixels in kept[:, 0]:
+        for kept_of_image in kept[:, 0]:
             if rng.random() <= self.prob:
-                pixels[_box(rng, h, w)] = False
+                kept_of_image[_box(rng, h, w)] = False
         self.generator.manual_seed(seed_of(Purpose.ERASE_NOISE, *key))
         return for_device(kept)
 
     def fill(self, images: Tensor, kept: Tensor) -> Tensor:
-        """Fills the other pixels of images `b 3 h w` on the device."""
+        """Fills the pixels of images `b 3 h w` that are not kept, on the device."""
         if self.mode == "const":
             return torch.where(kept, images, 0.0)
         b, channels, h, w = images.shape

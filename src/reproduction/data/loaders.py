@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, Dataset, Sampler
 
 from reproduction.config import Config
-from reproduction.data.halves import Half, Unreadable, check_share
+from reproduction.data.halves import Half, Unreadable, check_unreadable
 from reproduction.data.images import NoImage, read, rgb, upright
 from reproduction.data.inputs import build_normalize
 from reproduction.data.seeding import Purpose, preserved_generators, seed_generators
@@ -54,7 +54,7 @@ class TrainingImages(Dataset[Example]):
                 return self.half[index]
             except Unreadable as error:
                 unreadable[index] = str(error)
-                check_share(unreadable, self.half)
+                check_unreadable(unreadable, self.half)
                 index = (index + 1) % len(self.half)
 
 
@@ -85,9 +85,10 @@ class TrainingBatches(Sampler[list[tuple[int, int]]]):
     number of ranks.
     """
 
-    def __init__(self, num_images: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1):
+    def __init__(self, config: Config, num_images: int, rank: int, ranks: int):
+        batch_size = config.recipe.batch_size
         self.num_images = num_images
-        self.seed = seed
+        self.seed = config.seed
         self.rank = rank
         self.ranks = ranks
         self.num_batches = math.ceil(num_images / batch_size)
@@ -112,7 +113,7 @@ class TrainingBatches(Sampler[list[tuple[int, int]]]):
         size, larger = divmod(self.num_images, self.num_batches)
         return size + 1 if batch < larger else size
 
-    def images(self, steps: int) -> int:
+    def count_images(self, steps: int) -> int:
         """Returns the number of images of the first `steps` global batches, over all epochs."""
         epochs, batches = divmod(steps, self.num_batches)
         return epochs * self.num_images + sum(map(self.global_size, range(batches)))
@@ -127,23 +128,23 @@ class TrainingBatches(Sampler[list[tuple[int, int]]]):
 def build_training_images(config: Config, half: Half) -> TrainingImages:
     """Returns the training images with timm's augmentation: `3 s s` uint8."""
     size = config.model.image_size
-    x = config.recipe.transforms
+    settings = config.recipe.transforms
     try:
         transform = create_transform(
             (3, size, size),
             is_training=True,
-            scale=(x.scale[0], x.scale[1]),
-            ratio=(1, 1) if x.scale == [1, 1] else RATIO,
-            interpolation=x.interpolation,
-            hflip=x.hflip,
-            color_jitter=x.color_jitter,  # ignored by timm if auto-augment is set
-            auto_augment=x.auto_augment,
+            scale=(settings.scale[0], settings.scale[1]),
+            ratio=(1, 1) if settings.scale == [1, 1] else RATIO,
+            interpolation=settings.interpolation,
+            hflip=settings.hflip,
+            color_jitter=settings.color_jitter,  # ignored by timm if auto-augment is set
+            auto_augment=settings.auto_augment,
             mean=tuple(config.dataset.mean),  # fill colour of auto-augment
             normalize=False,
         )
     except (ValueError, AssertionError, NotImplementedError) as error:  # invalid policy
-        line = f"recipe.transforms.auto_augment={x.auto_augment}: timm refuses it"
-        raise UserError(line) from error
+        key = f"recipe.transforms.auto_augment={settings.auto_augment}"
+        raise UserError(f"{key}: timm refuses it") from error
     return TrainingImages(half, transform, config.seed)
 
 
@@ -160,8 +161,9 @@ def preprocessing(config: Config) -> dict[str, Any]:
 
 def build_evaluation_transform(config: Config) -> Transform:
     """Returns PIL image -> `3 s s` uint8; centre crop of `eval_crop_pct` of the shorter side."""
-    about = preprocessing(config)
-    return create_transform(about.pop("image_size"), **about, is_training=False, normalize=False)
+    settings = preprocessing(config)
+    size = settings.pop("image_size")
+    return create_transform(size, **settings, is_training=False, normalize=False)
 
 
 def build_training_loader(
@@ -172,7 +174,7 @@ def build_training_loader(
 
 
 def build_evaluation_loader(config: Config, half: Half, rank: int, ranks: int, pin: bool) -> Loader:
-    """Returns the loader of this rank's share of the images: each exactly once, without padding."""
+    """Returns the loader of every `ranks`-th image from `rank` on: each once, without padding."""
     images = EvaluationImages(half, build_evaluation_transform(config))
     size = max(1, config.recipe.batch_size // ranks)
     batches = BatchSampler(range(rank, len(half), ranks), size, drop_last=False)
@@ -207,9 +209,3 @@ def _shown(image: Any) -> Image.Image:
         return read(path)
     except NoImage as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def build_input_transform(config: Config) -> InputTransform:
-    return InputTransform(
-        build_evaluation_transform(config), config.dataset.mean, config.dataset.std
-    )

@@ -31,7 +31,7 @@ from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
 from reproduction.config import Dataset
 from reproduction.data.halves import Data, Half, Items, read_all
 from reproduction.data.images import ENDINGS, is_hidden, read
-from reproduction.system import UserError, first_line
+from reproduction.system import UserError, first_line, hide_warnings
 
 HELD_OUT_DIGITS = 360  # of 1,797, stratified
 
@@ -48,22 +48,22 @@ class Refused(ValueError):
 def opened(dataset: Dataset) -> Data:
     """Opens a data set, downloading CIFAR on first use; UserError for whatever fails.
 
-    Keeps `limit` and `eval_limit` images, and sets the share `validation` of those for training
-    apart, stratified by class.
+    Keeps `limit` and `eval_limit` images, and sets a part of those for training apart, whose size
+    is the ratio `validation`, stratified by class.
     """
-    warnings.filterwarnings("ignore", module=r"PIL\.")  # they name no file
-    data = _whole(dataset.source, dataset.root, json.dumps(dataset.options, sort_keys=True))
+    hide_warnings()  # in a process of any launcher
+    data = _call_source(dataset.source, dataset.root, json.dumps(dataset.options, sort_keys=True))
     data = data._replace(
         train=_limited("limit", data.train, dataset.limit),
         held_out=_limited("eval_limit", data.held_out, dataset.eval_limit),
     )
     if dataset.validation:
-        data = _split(data, dataset.validation, dataset.validation_seed)
+        data = _with_validation(data, dataset.validation, dataset.validation_seed)
     return data._replace(remarks=(*data.remarks, *_not_evaluated(data)))
 
 
 @lru_cache(maxsize=1)
-def _whole(source: str, root: str | None, options: str) -> Data:
+def _call_source(source: str, root: str | None, options: str) -> Data:
     """Calls the function of a data set; the last result serves all points of a sweep."""
     arguments = json.loads(options)
     if root is not None:
@@ -194,14 +194,14 @@ def _limited(key: str, half: Half, limit: int | None) -> Half:
     return half.take(np.lexsort((targets, turn))[:limit].tolist())
 
 
-def _split(data: Data, share: float, seed: int) -> Data:
-    """Sets a stratified share of the training images apart, both parts in their order."""
+def _with_validation(data: Data, ratio: float, seed: int) -> Data:
+    """Sets a stratified part of the training images apart, both parts in their order."""
     half = data.train
     try:
         if data.validation is not None:
             raise ValueError("the data set has images for validation, allowed is 0")
         kept, apart = train_test_split(
-            np.arange(len(half)), test_size=share, stratify=half.targets, random_state=seed
+            np.arange(len(half)), test_size=ratio, stratify=half.targets, random_state=seed
         )
         train = half.take(sorted(kept.tolist()))
         validation = half.take(sorted(apart.tolist()))
@@ -209,7 +209,7 @@ def _split(data: Data, share: float, seed: int) -> Data:
         if lost:
             raise ValueError(f"leaves class {data.classes[min(lost)]} no training image")
     except ValueError as error:
-        raise UserError(f"dataset.validation={share}: {error}") from error
+        raise UserError(f"dataset.validation={ratio}: {error}") from error
     return data._replace(train=train, validation=validation)
 
 
@@ -229,13 +229,13 @@ def record(data: Data, weights: str | None = None) -> dict[str, str]:
     facts = {"images": f"{counts} images of {classes}, digest {digest.hexdigest()[:8]}"}
     pixels = sha256()
     for half in halves:
-        for image in half.pixels():
-            pixels.update(image)
-    if pixels.digest() != sha256().digest():
+        for content in half.bytes_in_memory():
+            pixels.update(content)
+    if pixels.digest() != sha256().digest():  # some images are in memory
         facts["pixels"] = f"pixels with sha256 {pixels.hexdigest()[:8]}"
     if weights is not None:
-        digest = sha256(Path(weights).read_bytes())
-        facts["weights"] = f"model.weights with sha256 {digest.hexdigest()[:8]}"
+        of_weights = sha256(Path(weights).read_bytes())
+        facts["weights"] = f"model.weights with sha256 {of_weights.hexdigest()[:8]}"
     return facts
 
 

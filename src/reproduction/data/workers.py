@@ -78,9 +78,9 @@ class Loader:
             _end_workers_at_exit()
             _choose_socket_folder()
         self._loader: Any = DataLoader(
-            _Whole(images),
+            _ErrorsAsValues(images),
             batch_sampler=batches,
-            collate_fn=_collated_if_whole,
+            collate_fn=_collated_or_error,
             num_workers=workers,
             multiprocessing_context=Workers() if workers else None,
             persistent_workers=workers > 0,
@@ -94,9 +94,9 @@ class Loader:
 
     def __iter__(self) -> Iterator[list[Tensor]]:
         """Lets the workers begin at once."""
-        return self._checked(iter(self._loader))
+        return self._unpacked(iter(self._loader))
 
-    def _checked(self, batches: Iterator[Batch | OneLineError]) -> Iterator[list[Tensor]]:
+    def _unpacked(self, batches: Iterator[Batch | OneLineError]) -> Iterator[list[Tensor]]:
         for batch in batches:
             if isinstance(batch, OneLineError):
                 try:
@@ -108,8 +108,8 @@ class Loader:
 
 
 @dataclass(frozen=True)
-class _Whole(Dataset[Any]):
-    """Returns the error that ends a run: torch would make a text of one that a worker raises."""
+class _ErrorsAsValues(Dataset[Any]):
+    """Returns an error that ends the run: raised in a worker, torch would turn it into text."""
 
     images: Images
 
@@ -120,7 +120,7 @@ class _Whole(Dataset[Any]):
             return error
 
 
-def _collated_if_whole(examples: list[Example] | OneLineError) -> Batch | OneLineError:
+def _collated_or_error(examples: list[Example] | OneLineError) -> Batch | OneLineError:
     return examples if isinstance(examples, OneLineError) else collated(examples)
 
 
@@ -141,7 +141,7 @@ def _ignore_signals(worker: int) -> None:
 
 @cache
 def _end_workers_at_exit() -> None:
-    """Also at the end of multiprocessing processes."""
+    """Registers `_end_workers`, also for the end of multiprocessing processes."""
     Finalize(None, _end_workers, exitpriority=0)
 
 
@@ -170,6 +170,6 @@ def _choose_socket_folder() -> None:
         raise UserError(f"TMPDIR={usual}: has more than {LONGEST_TMPDIR} bytes")
     tempfile.tempdir = writable[0]
     try:
-        get_temp_dir()  # which is kept, also by the workers
+        get_temp_dir()  # makes the folder, which this process and its workers then keep
     finally:
         tempfile.tempdir = usual

@@ -13,7 +13,7 @@ from reproduction.config import AnyModel, Augmentation, ViT
 from reproduction.models.cct import CCT
 from reproduction.models.library import build_library_model, build_vit
 from reproduction.models.names import State
-from reproduction.models.weights import extract_weights, matching_state, read_file
+from reproduction.models.weights import Weights, extract_weights, matching_state, read_file
 from reproduction.system import UserError, first_line, keep_freed_memory
 from tokenmixup import TokenMixup, attach
 
@@ -113,18 +113,29 @@ def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> Tok
         raise UserError(f"model={config.name}: {error}") from error
 
 
-def tokens_of(config: AnyModel, module: TokenMixup) -> list[int]:
-    """Runs a training pass on the meta device: the spatial tokens that enter each layer of HTM.
+def try_pass(config: AnyModel, stack: Augmentation, num_classes: int) -> list[int]:
+    """Builds the model and runs a training pass, both on the meta device, which takes no memory.
 
-    Raises UserError for what only a pass refuses, such as `vtm.kappa` above the number of tokens.
+    Returns the number of spatial tokens that enter each layer of HTM. Raises UserError for a model
+    that cannot be built, initial weights that do not fit it, and for what only a pass refuses, such
+    as `vtm.kappa` above the number of tokens.
     """
     with torch.device("meta"):
+        module = build_module(config, stack, num_classes)
         images = torch.zeros(2, 3, config.image_size, config.image_size)
         try:
-            output = module(images, torch.zeros(2, module.num_classes))
+            output = module(images, torch.zeros(2, num_classes))
         except (ValueError, RuntimeError) as error:  # of the settings, of shapes
             raise UserError(f"model={config.name}: {error}") from error
+    load_initial_weights(config, module.model)
     return [len(mix.saliency[0]) for mix in output.layers]
+
+
+def build_trained(config: AnyModel, weights: Weights, num_classes: int) -> nn.Module:
+    """Builds the plain model with trained weights; UserError if they do not fit."""
+    model = build_model(without_weights(config), num_classes)
+    model.load_state_dict(matching_state(weights, model))
+    return model
 
 
 def without_weights(config: AnyModel) -> AnyModel:
@@ -138,9 +149,9 @@ def without_weights(config: AnyModel) -> AnyModel:
 def place(model: AnyModule, device: torch.device) -> AnyModule:
     """Moves the model to its device and optimises it for the device.
 
-    Convolutions use channels last and, as matrix products, no TF32. On a CPU, attention with
-    dropout does not use the fused kernel, which is slower there, and freed memory is kept, see
-    `keep_freed_memory`.
+    Convolutions use channels last, and no TF32 (matrix products use none by default). On a CPU,
+    attention with dropout does not use the fused kernel, which is slower there, and freed memory is
+    kept, see `keep_freed_memory`.
     """
     if device.type == "cpu":
         keep_freed_memory()
@@ -166,6 +177,7 @@ def compile_module(module: TokenMixup) -> None:
     from torch._dynamo import config  # takes a second to import
 
     layers = 1 if module.manifold_mixup is None else len(module.manifold_mixup.layers)
-    config.recompile_limit += BATCH_SIZES * (layers + 1)  # and without mixing
+    # a graph for each layer that may be drawn, and one more without mixing
+    config.recompile_limit += BATCH_SIZES * (layers + 1)
     config.optimize_ddp = config.optimize_ddp and not module.checkpoint_blocks
     module.compile(**COMPILER)

@@ -63,7 +63,7 @@ def convert_names(state: State) -> State:
 def _rename(state: State, table: NameTable) -> State:
     renamed: State = {}
     for name, value in state.items():
-        ours = _renamed(name, table)
+        ours = _our_name(name, table)
         if ours is None:
             continue
         if ours in renamed:
@@ -72,7 +72,7 @@ def _rename(state: State, table: NameTable) -> State:
     return renamed
 
 
-def _renamed(name: str, table: NameTable) -> str | None:
+def _our_name(name: str, table: NameTable) -> str | None:
     """Our name of a parameter; None if it is dropped."""
     for pattern, ours in table:
         match = re.fullmatch(pattern, name)

@@ -29,7 +29,7 @@ STATE_DICT_KEYS = ("state_dict_ema", "model_ema", "module", "state_dict", "model
 PICKLE = b"\x80"  # how files begin that torch.save has written without an archive
 NUMBERS = "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]  # numpy's codes of types
 
-Newest = tuple[Path, Any]
+Newest = tuple[Path, Any]  # a file and its content
 
 
 class Weights(NamedTuple):
@@ -172,8 +172,10 @@ def matching_state(weights: Weights, model: nn.Module, head: Sequence[str] = ())
 def _has_head(state: State, expected: State, head: Sequence[str]) -> bool:
     """Whether a state has the head of a model, or a part of it, for its number of classes."""
     given = [state[name] for name in head if name in state]
-    if len(given) < len(head) or not head:
-        return len(given) > 0
+    if not given:
+        return False
+    if len(given) < len(head):
+        return True  # what it lacks is named
     sizes = {len(value) if value.ndim else 0 for value in given}
     return sizes == {len(expected[head[0]])}
 

@@ -52,7 +52,7 @@ def suggestions(folder: RunFolder, config: Config, batches: int) -> Iterator[str
     observed = _observed(trained, htm, batches)
     guessing = math.log(len(trained.data.classes))
     taus = [tau for tau in TAUS if tau < guessing]
-    for layer, settings in htm.each.items():
+    for layer, settings in htm.by_layer.items():
         yield _tables(layer, settings, observed[layer], taus)
 
 

@@ -11,20 +11,14 @@ from safetensors.torch import save
 from torch import nn
 
 from reproduction.config import AnyModel, Checkpoint
-from reproduction.data.loaders import InputTransform, build_input_transform
+from reproduction.data.loaders import InputTransform, build_evaluation_transform
 from reproduction.folder import RunFolder
-from reproduction.models.build import build_model, constructor, count_classes, without_weights
+from reproduction.models.build import build_trained, constructor, count_classes, without_weights
 from reproduction.models.names import State
-from reproduction.models.weights import (
-    Newest,
-    Weights,
-    extract_weights,
-    matching_state,
-    read_newest,
-)
+from reproduction.models.weights import Weights, extract_weights, matching_state, read_newest
 from reproduction.system import UserError, replacing
 
-SHARE = 0.05  # of the time since the last checkpoint, which one at the end of an epoch may take
+MOST_TIME = 0.05  # of that since the last checkpoint: what one at the end of an epoch may take
 
 
 class Clock:
@@ -44,7 +38,7 @@ class Clock:
         """Whether to save at the end of an epoch: every `every_epochs`, or if it costs little."""
         if self.settings.every_epochs is not None:
             return epoch % self.settings.every_epochs == 0
-        return self.seconds <= SHARE * (time.monotonic() - self.saved)
+        return self.seconds <= MOST_TIME * (time.monotonic() - self.saved)
 
     def save(self, folder: RunFolder, state: dict[str, Any]) -> None:
         """Writes the complete state of a run, and keeps the previous one."""
@@ -55,15 +49,6 @@ class Clock:
             folder.keep_last()
         self.saved = time.monotonic()
         self.seconds = self.saved - began
-
-
-def load_last(folder: RunFolder) -> Newest | None:
-    """Reads the newest readable training state of the run; None if there are none.
-
-    Raises UserError if there are some, but none is usable.
-    """
-    paths = folder.checkpoints()
-    return read_newest(paths) if paths else None
 
 
 def save_plain(path: Path, state: State, classes: list[str] | None, **about: str) -> None:
@@ -122,16 +107,17 @@ def load_run(folder: str | Path, weights: str = "last") -> Trained:
     config = run.read_config()
     plain, _ = read_plain(run.weights(weights))
     classes = plain.classes or []
-    model = build_model(without_weights(config.model), len(classes))
-    model.load_state_dict(matching_state(plain, model))
-    return Trained(model.eval(), build_input_transform(config), classes)
+    model = build_trained(config.model, plain, len(classes))
+    crop = build_evaluation_transform(config)
+    transform = InputTransform(crop, config.dataset.mean, config.dataset.std)
+    return Trained(model.eval(), transform, classes)
 
 
 def export(
     config: AnyModel,
     checkpoints: list[Path],
     output: Path,
-    preprocessing: dict[str, Any] | None = None,
+    preprocessing: dict[str, Any] | None,
 ) -> None:
     """Exports the first readable checkpoint, of any known format, as `save_plain` does.
 

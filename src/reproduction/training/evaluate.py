@@ -1,6 +1,6 @@
 """Accuracy and loss of the plain model on held-out images.
 
-Letters: b batch, c classes, k the BEST most probable classes, or all if there are fewer.
+Letters: b batch, c classes, k the TOP most probable classes, or all if there are fewer.
 """
 
 import math
@@ -17,7 +17,7 @@ from reproduction.system import PlainError
 from reproduction.training.ranks import World
 from tokenmixup.contexts import evaluating
 
-BEST = 5
+TOP = 5
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -55,15 +55,19 @@ def evaluate(
             images, targets = [x.to(world.device, non_blocking=True) for x in batch]
             with autocast(world.device, precision):
                 logits = model(normalize(images)).float()
-            best = logits.topk(min(BEST, logits.shape[1])).indices  # b k, the most probable first
+            best = logits.topk(min(TOP, logits.shape[1])).indices  # b k
             hits = best == targets[:, None]
             loss = F.cross_entropy(logits, targets, reduction="sum")
             count = loss.new_full((), len(targets))
-            # does not wait for the device
+            # summed on the device: nothing waits for it
             totals += torch.stack([count, hits[:, 0].sum(), hits.sum(), loss]).double()
             batches.append(Predicted(targets, best, logits.softmax(dim=1).gather(1, best)))
-    images, top1, top5, loss = world.sum(totals).tolist()
-    if not math.isfinite(loss):
-        raise PlainError(f"the held-out loss is {loss}")
-    scores = {"top1": 100 * top1 / images, "top5": 100 * top5 / images, "eval_loss": loss / images}
+    number, top1, top5, total_loss = world.sum(totals).tolist()
+    if not math.isfinite(total_loss):
+        raise PlainError(f"the held-out loss is {total_loss}")
+    scores = {
+        "top1": 100 * top1 / number,
+        "top5": 100 * top5 / number,
+        "eval_loss": total_loss / number,
+    }
     return scores, batches

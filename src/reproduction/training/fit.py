@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
-from operator import length_hint
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,14 +16,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from reproduction.data import loaders
-from reproduction.data.halves import check_share
+from reproduction.data.halves import check_unreadable
 from reproduction.folder import RunFolder
 from reproduction.models.names import State
 from reproduction.system import Pulse, UserError, first_line, progress, say, warn
 from reproduction.training import metrics
 from reproduction.training.checkpoint import Clock, check_classes, digest, save_plain
 from reproduction.training.evaluate import evaluate
-from reproduction.training.loggers import Logs
+from reproduction.training.loggers import Loggers
 from reproduction.training.step import Trainer
 from reproduction.training.stop import Stop
 
@@ -34,7 +33,7 @@ class RunState:
     """What a run has reached beside its trainer; its checkpoints hold each of these."""
 
     epoch: int = 0  # completed
-    sums: list[metrics.Sums] = field(default_factory=list)  # the last epoch may have begun only
+    sums: list[metrics.Sums] = field(default_factory=list)  # by epoch, with the one in progress
     log: list[metrics.Line] = field(default_factory=list)  # results of evaluated epochs
     best: State | None = None  # weights of the best epoch, on the first rank
     train_seconds: float = 0.0
@@ -52,14 +51,14 @@ class Run:
     folder: RunFolder
     batches: loaders.TrainingBatches
     train_loader: loaders.Loader
-    eval_loader: loaders.Loader
-    test_loader: loaders.Loader | None  # if epochs are evaluated on a validation split
-    logs: Logs
+    epoch_loader: loaders.Loader  # the images to evaluate on after an epoch
+    test_loader: loaders.Loader | None  # if those are a validation split
+    loggers: Loggers
     stop: Stop
     clock: Clock
-    collected: metrics.BatchMetrics
+    batch_metrics: metrics.BatchMetrics
     pulse: Pulse
-    upcoming: Iterator[list[Tensor]] | None = None  # batches that workers load already
+    upcoming: Iterator[list[Tensor]] | None = None  # the next epoch, which workers load already
     has_evaluated: bool = False
 
     @property
@@ -85,6 +84,7 @@ def fit(run: Run, state: RunState) -> dict[str, Any]:
     while state.epoch < run.total_epochs:
         pace = metrics.Pace(run.trainer.step, run.total_steps)
         train_epoch(run, state, pace)
+        load_ahead(run, state)
         evaluate_epoch(run, state)
         end_epoch(run, state, pace)
     return _results(run, state)
@@ -93,7 +93,7 @@ def fit(run: Run, state: RunState) -> dict[str, Any]:
 def train_epoch(run: Run, state: RunState, pace: metrics.Pace) -> None:
     """Trains the steps of an epoch that are left: a resumed run may begin within it."""
     trainer, batches = run.trainer, run.batches
-    number = state.epoch + 1
+    number = state.epoch + 1  # of this epoch, from 1
     task = f"epoch {number}/{run.total_epochs}"
     done = trainer.step - len(batches) * state.epoch  # batches of this epoch
     left = run.total_steps - trainer.step  # maybe fewer than the epoch has
@@ -101,25 +101,24 @@ def train_epoch(run: Run, state: RunState, pace: metrics.Pace) -> None:
     trainer.begin_epoch(state.epoch)
     if len(state.sums) == state.epoch:  # else resumed within the epoch
         state.sums.append(metrics.no_sums())
-    loaded = islice(run.upcoming or load(run, state.epoch, done), left)
-    run.collected.restart_clock()
+    upcoming, run.upcoming = run.upcoming, None
+    loaded = islice(upcoming or load(run, state.epoch, done), left)
+    run.batch_metrics.restart_clock()
     for images, classes in progress(run.stop.while_waiting(loaded), task, total, done):
         size = batches.global_size(trainer.step % len(batches))  # before the step is counted
         micro_batches = trainer.train_step(images, classes, size)
         head = {"step": trainer.step, "epoch": number, "lr": trainer.lr}
-        run.collected.add(head, size, [part.metrics for part in micro_batches])
+        run.batch_metrics.add(head, size, [part.stats for part in micro_batches])
 
         # All ranks do the same: a signal to one of them ends all, by Stopped.
-        is_late, is_silent = run.stop.agreed(
-            run.is_main and run.clock.is_late(), run.is_main and run.pulse.is_due()
-        )
-        if is_late or is_silent or trainer.step % trainer.recipe.log_every == 0:
-            line = write(run, state)
-            if is_silent and run.is_main:
+        saves, tells = run.stop.any_rank(run.is_main and run.clock.is_late(), run.pulse.is_due())
+        if saves or tells or trainer.step % trainer.recipe.log_every == 0:
+            line = write_metrics(run, state)
+            if tells and run.is_main:
                 run.pulse.tell(f"{task}  {metrics.describe_step(line, pace)}")
-        if is_late:
-            save(run, state)
-    write(run, state)
+        if saves:
+            save_checkpoint(run, state)
+    write_metrics(run, state)
 
 
 def load(run: Run, epoch: int, first: int = 0) -> Iterator[list[Tensor]]:
@@ -128,15 +127,23 @@ def load(run: Run, epoch: int, first: int = 0) -> Iterator[list[Tensor]]:
     return iter(run.train_loader)
 
 
+def load_ahead(run: Run, state: RunState) -> None:
+    """Lets training's workers load the next epoch while this one is evaluated.
+
+    But not during the first evaluation, which starts workers of its own.
+    """
+    next_epoch = state.epoch + 1  # from 0
+    if run.has_evaluated and next_epoch < run.total_epochs:
+        run.upcoming = load(run, next_epoch)
+
+
 def evaluate_epoch(run: Run, state: RunState) -> None:
     """Evaluates the epoch that was trained, if it is one to evaluate."""
-    recipe, number = run.trainer.recipe, state.epoch + 1
+    number = state.epoch + 1
     is_last = number == run.total_epochs
-    # Training's workers load on meanwhile, but not while the first evaluation starts its own.
-    run.upcoming = load(run, number) if run.has_evaluated and not is_last else None
-    if not (is_last or number % recipe.evaluate_every == 0):
+    if not is_last and number % run.trainer.recipe.evaluate_every != 0:
         return
-    result = evaluate_on(run, state, run.eval_loader, run.trainer.evaluated)
+    result = evaluate_on(run, state, run.epoch_loader, run.trainer.evaluated)
     if run.test_loader is not None:  # of a validation split: val_top1, val_top5, val_loss
         result = {f"val_{key.removeprefix('eval_')}": x for key, x in result.items()}
     state.log.append({"epoch": number, **result})
@@ -153,16 +160,16 @@ def end_epoch(run: Run, state: RunState, pace: metrics.Pace) -> None:
         _record_epoch(run, state, pace)
     is_last = state.epoch == run.total_epochs
     is_due = is_last or run.clock.is_late() or run.clock.is_due(state.epoch)
-    (is_agreed,) = run.stop.agreed(run.is_main and is_due)  # ranks save together
-    if is_agreed:
-        save(run, state)
+    (saves,) = run.stop.any_rank(run.is_main and is_due)  # ranks save together
+    if saves:
+        save_checkpoint(run, state)
 
 
 def _record_epoch(run: Run, state: RunState, pace: metrics.Pace) -> None:
     """Writes and says what the completed epoch has reached."""
     number = state.epoch
     if state.log and state.log[-1]["epoch"] == number:
-        _log(run, state.log[-1])
+        _write_line(run, state.log[-1])
         if metrics.best(state.log)["epoch"] == number:
             _keep_best(run, state)
     run.folder.write_summary(**progress_entries(run, state))
@@ -171,7 +178,7 @@ def _record_epoch(run: Run, state: RunState, pace: metrics.Pace) -> None:
         state.log,
         number=number,
         total=run.total_epochs,
-        mixes=run.trainer.module.htm is not None,
+        has_htm=run.trainer.module.htm is not None,
         seconds_left=pace.left(run.trainer.step),
     )
     say(line)
@@ -183,21 +190,21 @@ def _keep_best(run: Run, state: RunState) -> None:
     save_plain(run.folder.best_path, state.best, run.trainer.classes)
 
 
-def write(run: Run, state: RunState) -> metrics.Line:
-    """Fetches and writes the metrics of batches; PlainError if one of them ends the run.
+def write_metrics(run: Run, state: RunState) -> metrics.Line:
+    """Writes the lines of the batches since the last call, and returns the last one, if any.
 
-    Returns the last line, if there are batches.
+    PlainError if a batch ends the run.
     """
-    lines, seconds = run.collected.fetch()
+    lines, seconds = run.batch_metrics.fetch()
     state.train_seconds += seconds
-    for line in metrics.checked(lines, run.trainer.uses_scaler):
+    for line in metrics.until_diverged(lines, run.trainer.uses_scaler):
         if line["skipped"]:
             state.skipped += 1
         else:
             state.sums[-1] = metrics.added(state.sums[-1], line)
         if not run.trainer.uses_scaler:
             del line["skipped"]
-        _log(run, line)
+        _write_line(run, line)
     _note_unreadable(run, state)
     return lines[-1] if lines else {}
 
@@ -209,20 +216,20 @@ def _note_unreadable(run: Run, state: RunState) -> None:
             state.unreadable[index] = of_rank[index]
             if run.is_main:
                 warn(f"warning: {of_rank[index]}; the next image takes its place")
-    check_share(state.unreadable, run.train_loader.half)
+    check_unreadable(state.unreadable, run.train_loader.half)
 
 
-def _log(run: Run, line: metrics.Line) -> None:
+def _write_line(run: Run, line: metrics.Line) -> None:
     if run.is_main:
         run.folder.append_metrics(line)
-        run.logs.log(line)
+        run.loggers.log(line)
 
 
-def save(run: Run, state: RunState) -> None:
+def save_checkpoint(run: Run, state: RunState) -> None:
     """Writes a checkpoint with all that a resumed run needs, or must have in common with this."""
     trainer, folder = run.trainer, run.folder
     if trainer.world.is_main:
-        state.metrics_size = folder.flush_metrics()  # which is on the disk before the state is
+        state.metrics_size = folder.flush_metrics()  # on the disk before what counts it
         content = {
             **trainer.state(),
             **vars(state),
@@ -233,19 +240,19 @@ def save(run: Run, state: RunState) -> None:
         on_host = tree_map_only(Tensor, lambda x: x.detach().to("cpu"), content)
         run.clock.save(folder, on_host)
     trainer.world.barrier()
-    run.collected.restart_clock()
+    run.batch_metrics.restart_clock()
 
 
 def restore(trainer: Trainer, path: Path, content: dict[str, Any]) -> RunState:
     """Resumes from the content of a checkpoint; UserError if it does not fit the run."""
-    place = f"checkpoint={path}"
+    origin = f"checkpoint={path}"
     try:
-        check_classes(place, content["classes"], trainer.classes)
-        trainer.restore(place, content)
+        check_classes(origin, content["classes"], trainer.classes)
+        trainer.restore(origin, content)
         content.setdefault("unreadable", {})  # earlier revisions had none
         return RunState(**{x.name: content[x.name] for x in fields(RunState)})
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{place}: does not fit the run: {first_line(error)}") from error
+        raise UserError(f"{origin}: does not fit the run: {first_line(error)}") from error
 
 
 def evaluate_on(
@@ -254,9 +261,8 @@ def evaluate_on(
     """Evaluates a plain model on the images of a loader."""
     trainer, world = run.trainer, run.trainer.world
     began = time.perf_counter()
-    world.share_buffers(model)  # the first rank saves these weights
-    waited = run.stop.while_waiting(loader)
-    batches = progress(waited, "evaluation", length_hint(loader))
+    world.broadcast_buffers(model)  # the first rank saves these weights
+    batches = progress(run.stop.while_waiting(loader), "evaluation", len(loader))
     result, _ = evaluate(
         model, trainer.inputs.normalize, batches, world=world, precision=trainer.recipe.precision
     )
@@ -271,7 +277,7 @@ def _results(run: Run, state: RunState) -> dict[str, Any]:
         accuracies = metrics.accuracies(state.log)
     else:
         accuracies = _test(run, state, run.test_loader)
-    images = run.batches.images(trainer.step)
+    images = run.batches.count_images(trainer.step)
     results = {
         **accuracies,
         "steps": trainer.step,
@@ -295,7 +301,7 @@ def _test(run: Run, state: RunState, loader: loaders.Loader) -> dict[str, Any]:
     selected = last
     if metrics.best(state.log)["epoch"] != state.epoch:
         model = copy.deepcopy(model)
-        model.load_state_dict(run.trainer.world.share(cast(State, state.best)))
+        model.load_state_dict(run.trainer.world.broadcast(cast(State, state.best)))
         selected = evaluate_on(run, state, loader, model)
     return metrics.tested_accuracies(state.log, last, selected)
 
@@ -303,5 +309,5 @@ def _test(run: Run, state: RunState, loader: loaders.Loader) -> dict[str, Any]:
 def progress_entries(run: Run, state: RunState) -> dict[str, Any]:
     """The entries of summary.json about the completed epochs."""
     steps = min(state.epoch * len(run.batches), run.trainer.step)
-    mixing = metrics.mixing(state.sums[: state.epoch], run.batches.images(steps))
+    mixing = metrics.mixing(state.sums[: state.epoch], run.batches.count_images(steps))
     return {"epochs": state.epoch, **mixing, "log": state.log}

@@ -37,9 +37,9 @@ class Captured:
 class StepGraph:
     """Replays `step(*inputs)`, captured after WARM_UP calls for each shape of its tensors.
 
-    Those before are steps as any other, on the stream of the capture, which itself computes
-    nothing. The step draws from `generators` and from the device's own generator, and so the
-    numbers of an eager step. What it returns is overwritten by the next call.
+    The calls before are steps as any other, on the stream of the capture; a capture itself computes
+    nothing. The step draws from `generators` and the device's own generator, so that its numbers
+    are those of an eager step. What it returns is overwritten by the next call.
 
     Raises PlainError if the step cannot be captured, such as one that waits for the device.
     """
@@ -66,7 +66,7 @@ class StepGraph:
         """Captures anew, since the step or its memory has changed."""
         self.calls = Counter[Any]()
         self.captured: dict[tuple[Any, ...], Captured] = {}
-        self.pool: Any = None  # one whose graphs are gone takes no others
+        self.pool: Any = None  # one cannot be used again once its graphs are gone
 
     def _warm_up(self, inputs: Any) -> Any:
         if self.stream is None:
@@ -82,7 +82,7 @@ class StepGraph:
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        if torch.__version__ < "2.15":  # newer ones do it
+        if torch.__version__ < "2.15":  # compares versions, no text; newer ones do this
             for generator in self.generators:
                 graph.register_generator_state(generator)
         try:
@@ -111,7 +111,4 @@ class StepGraph:
 def first_of(error: BaseException) -> BaseException:
     """Returns the error that came first: the end of a failed capture raises one of its own."""
     earlier = error.__cause__ or error.__context__
-    while earlier is not None:
-        error = earlier
-        earlier = error.__cause__ or error.__context__
-    return error
+    return error if earlier is None else first_of(earlier)

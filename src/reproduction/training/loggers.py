@@ -52,7 +52,7 @@ class WandbLog:
         wandb.setup(settings=init["settings"])  # the login uses these
         self.run: Any = wandb.init(**init)
         if not self.run.disabled:
-            folder.write_summary(wandb_id=self.run.id)  # a sweep agent decides itself
+            folder.write_summary(wandb_id=self.run.id)  # in a sweep the agent chooses it
         self.run.define_metric("*", step_metric="step")
         for name in ("top1", "top5", "eval_loss", "val_*"):
             self.run.define_metric(name, step_metric="epoch")
@@ -103,7 +103,7 @@ LOGGERS: dict[str, type[WandbLog | TensorBoardLog]] = {
 }
 
 
-class Logs:
+class Loggers:
     """The configured loggers of a run that continues after `step`.
 
     The error of one, such as a full disk or the death of wandb's process, does not end the
@@ -112,12 +112,12 @@ class Logs:
     """
 
     def __init__(self, chosen: Mapping[Any, Any], config: Config, folder: RunFolder, step: int):
-        self.loggers = dict[str, WandbLog | TensorBoardLog]()
+        self.active = dict[str, WandbLog | TensorBoardLog]()
         for name, kind in LOGGERS.items():
             if chosen.get(name) is None:
                 continue
             try:
-                self.loggers[name] = kind(chosen[name], config, folder, step)
+                self.active[name] = kind(chosen[name], config, folder, step)
             except Exception as error:
                 self.close("failed")
                 _teardown()
@@ -125,12 +125,12 @@ class Logs:
                 raise UserError(f"logger.{name}: {reason}") from error
 
     def log(self, line: dict[str, Any]) -> None:
-        for name, logger in [*self.loggers.items()]:
+        for name, logger in [*self.active.items()]:  # a copy: one that fails is left out
             with self._left_out_if_it_fails(name):
                 logger.log(line)
 
     def close(self, status: str) -> None:
-        for name, logger in [*self.loggers.items()]:
+        for name, logger in [*self.active.items()]:
             with self._left_out_if_it_fails(name):
                 logger.close(status)
 
@@ -139,7 +139,7 @@ class Logs:
         try:
             yield
         except Exception as error:
-            del self.loggers[name]
+            del self.active[name]
             if name == "wandb":
                 _teardown()
             reason = first_line(error)

@@ -20,7 +20,7 @@ from reproduction.training.stop import ADVICE
 from tokenmixup.output import Stat
 
 Line = dict[str, Any]
-Sums = list[float]  # over the batches of an epoch: their number, loss, mixed samples, mixed tokens
+Sums = list[float]  # of the batches of an epoch: their number, loss, mixed samples, mixed tokens
 
 MEDIAN_EPOCHS = 10
 
@@ -34,15 +34,15 @@ class Measured(NamedTuple):
 
 
 class BatchMetrics:
-    """Collects the scalars of batches on the device; `fetch` turns them into metrics.jsonl's lines.
+    """Collects the figures of batches on the device; `fetch` turns them into lines.
 
-    It knows no names: they are the keys of what it is given.
+    It knows no names: they are the keys of what it is given, the same ones from fetch to fetch.
     """
 
     def __init__(self, world: World):
         self.world = world
         self.batches: list[Measured] = []
-        self.stats: dict[str, Stat] = {}  # of the last micro-batch
+        self.stats: dict[str, Stat] = {}  # of the last micro-batch, for names and kinds
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -65,7 +65,7 @@ class BatchMetrics:
     def _on_device(self, value: Tensor | float | None) -> Tensor:
         if isinstance(value, Tensor):
             return value
-        return _constant(float(value or 0), self.world.device)
+        return _constant(float(value or 0), self.world.device)  # None: of a total without divisor
 
     def fetch(self) -> tuple[list[Line], float]:
         """Returns a line for each collected batch, over all ranks, and the seconds of all."""
@@ -99,15 +99,15 @@ class BatchMetrics:
 
 @cache
 def _constant(value: float, device: torch.device) -> Tensor:
-    """A number on the device, as to launch it costs more than to look it up."""
+    """A number on the device, which is kept, since to make one launches a kernel."""
     return torch.full((), value, device=device)
 
 
-def checked(lines: list[Line], scales: bool) -> Iterator[Line]:
-    """Yields lines until an update ends the run, of which PlainError tells the step.
+def until_diverged(lines: list[Line], uses_scaler: bool) -> Iterator[Line]:
+    """Yields the lines; PlainError, with the step, at the first one that ends the run.
 
-    A line has `skipped` = 1 if its loss or a gradient is not finite. If float16's scaler `scales`,
-    it has skipped the update, and the run goes on, as long as the loss is finite.
+    A line has `skipped` = 1 if its loss or a gradient is not finite. float16's scaler, if it is
+    used, has then skipped the update, and the run goes on, as long as the loss is finite.
     """
     for line in lines:
         reason = ""
@@ -115,7 +115,7 @@ def checked(lines: list[Line], scales: bool) -> Iterator[Line]:
             reason = "the saliency gain is not finite: the model has diverged"
         elif not math.isfinite(line["loss"]):
             reason = f"the loss is {line['loss']}"
-        elif line["skipped"] and not scales:
+        elif line["skipped"] and not uses_scaler:
             reason = "the gradient is not finite"
         if reason:
             raise PlainError(f"step {line['step']}: {reason}; {ADVICE}")
@@ -127,9 +127,9 @@ def no_sums() -> Sums:
 
 
 def added(sums: Sums, line: Line) -> Sums:
-    """Returns the sums with a batch, one by one, so that they do not depend on a resume."""
+    """Returns the sums with one more batch: one by one, as a resumed run adds them too."""
     mixed = line["mixed_samples"]
-    batch = 1, line["loss"], mixed, mixed * line["mixed_tokens"]
+    batch = [1, line["loss"], mixed, mixed * line["mixed_tokens"]]
     return [x + y for x, y in zip(sums, batch, strict=True)]
 
 
@@ -154,7 +154,9 @@ class Pace:
     """The time that is left, by the seconds of a step since an epoch began."""
 
     def __init__(self, first: int, total: int):
-        self.first, self.total, self.began = first, total, time.monotonic()
+        self.first = first
+        self.total = total
+        self.began = time.monotonic()
 
     def left(self, step: int) -> float:
         """Seconds from a completed step to the last one."""
@@ -163,7 +165,7 @@ class Pace:
 
 
 def describe_step(line: Line, pace: Pace) -> str:
-    """Returns what is known of a step, for a line of its own."""
+    """Returns what the run says of a step."""
     step = line["step"]
     parts = [f"step {step:,}/{pace.total:,}", f"loss {line['loss']:.3f}"]
     if "difficulty" in line:  # HTM mixes
@@ -173,13 +175,13 @@ def describe_step(line: Line, pace: Pace) -> str:
 
 
 def describe(
-    sums: Sums, log: list[Line], *, number: int, total: int, mixes: bool, seconds_left: float
+    sums: Sums, log: list[Line], *, number: int, total: int, has_htm: bool, seconds_left: float
 ) -> str:
     """Returns the line of epoch `number`."""
     loss, mixed, tokens = means(sums)
     width = len(str(total))
     parts = [f"epoch {number:>{width}}/{total}", f"loss {loss:.3f}"]
-    if mixes:
+    if has_htm:
         parts.append(f"mixed {mixed:.3g} ({tokens:.0f} tokens)")
     if log and log[-1]["epoch"] == number:
         name = "val" if "val_top1" in log[-1] else "top-1"
@@ -190,18 +192,18 @@ def describe(
 
 
 def mixing(epochs: list[Sums], images: int) -> dict[str, float | None]:
-    """Mixed samples of a batch and tokens in each in the last epoch, and the share of all images.
+    """The means of the last epoch, and the share of all images that were mixed.
 
-    `epochs`: complete ones.
+    `epochs`: complete ones; `images`: in all of them.
     """
     if not epochs:
         return dict.fromkeys(("mixed_samples", "mixed_tokens", "mixed_share"))
     _, mixed, tokens = means(epochs[-1])
-    share = sum(of_epoch for _, _, of_epoch, _ in epochs) / images
+    mixed_images = sum(of_epoch for _batches, _loss, of_epoch, _tokens in epochs)
     return {
         "mixed_samples": mixed,
         "mixed_tokens": tokens if mixed else None,
-        "mixed_share": round(share, 4),
+        "mixed_share": round(mixed_images / images, 4),
     }
 
 

@@ -6,7 +6,6 @@ Letters: n images, c classes, k the most probable classes.
 import json
 from dataclasses import replace
 from functools import partial
-from operator import length_hint
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +19,7 @@ from reproduction.data.inputs import build_normalize
 from reproduction.data.loaders import build_evaluation_loader
 from reproduction.data.sources import opened, unlabelled
 from reproduction.identity import settings_of_evaluation
-from reproduction.models.build import build_model, place, without_weights
-from reproduction.models.weights import matching_state
+from reproduction.models.build import build_trained, place
 from reproduction.system import is_first_rank, local_ranks, progress, warn, write_text
 from reproduction.training.checkpoint import check_classes, read_plain
 from reproduction.training.evaluate import Predicted, evaluate
@@ -51,11 +49,12 @@ def evaluate_checkpoint(
     `images`, a folder without classes, it is all that is written. Raises UserError if the
     checkpoint does not fit the model, PlainError if a rank dies or memory runs out.
     """
-    resolve_device(config.device, config.devices, config.recipe.precision)
     scores, found = on_ranks(partial(_evaluate, checkpoints=checkpoints, images=images), config)
-    if predictions is not None and is_first_rank():
+    if not is_first_rank():
+        return scores
+    if predictions is not None:
         write_predictions(predictions, found, labelled=images is None)
-    if images is None and is_first_rank():
+    if images is None:
         result.parent.mkdir(parents=True, exist_ok=True)
         write_text(result, json.dumps(scores, indent=2) + "\n")
         if predictions is not None:
@@ -80,13 +79,11 @@ def _evaluate(
             for remark in data.remarks:
                 warn(f"warning: {remark}")
         data = in_memory(data, ("held_out",), local_ranks(config.devices))
-        model = build_model(without_weights(config.model), len(data.classes))
-        model.load_state_dict(matching_state(weights, model))
-        model = place(model, world.device)
+        model = place(build_trained(config.model, weights, len(data.classes)), world.device)
         normalize = build_normalize(config.dataset.mean, config.dataset.std, world.device)
         pin = world.device.type == "cuda"
         loader = build_evaluation_loader(config, data.held_out, world.rank, world.size, pin)
-        batches = progress(loader, "evaluation", length_hint(loader))
+        batches = progress(loader, "evaluation", len(loader))
         scores, predicted = evaluate(model, normalize, batches, world, precision)
         facts = {
             "images": len(data.held_out),
@@ -97,11 +94,11 @@ def _evaluate(
         return {**scores, **facts, **loaded}, gathered(predicted, world, data)
 
 
-def gathered(batches: list[Predicted], world: World, source: Data) -> Predictions:
+def gathered(batches: list[Predicted], world: World, data: Data) -> Predictions:
     """Returns the predictions of all ranks, each of which has those of its batches."""
     ours = [torch.cat(parts).cpu().numpy() for parts in zip(*batches, strict=True)]
     by_rank = [arrays for arrays in world.gather(ours) if arrays]  # few images: the first ranks
-    number = len(source.held_out)
+    number = len(data.held_out)
     columns = []
     for parts in zip(*by_rank, strict=True):
         column = np.empty((number, *parts[0].shape[1:]), parts[0].dtype)
@@ -110,15 +107,15 @@ def gathered(batches: list[Predicted], world: World, source: Data) -> Prediction
         columns.append(column)
     targets, best, probabilities = columns
     return Predictions(
-        images=[source.held_out.name(index) for index in range(number)],
-        classes=source.classes,
+        images=[data.held_out.name(index) for index in range(number)],
+        classes=data.classes,
         targets=targets,
         best=best,
         probabilities=probabilities,
     )
 
 
-def write_predictions(path: Path, found: Predictions, labelled: bool = True) -> None:
+def write_predictions(path: Path, found: Predictions, labelled: bool) -> None:
     """Writes a line for each image: its class, the predicted one, and the best with probability.
 
     Images that are not `labelled` have no column of their class.
@@ -127,12 +124,10 @@ def write_predictions(path: Path, found: Predictions, labelled: bool = True) -> 
     columns: dict[str, Any] = {"image": found.images}
     if labelled:
         columns["class"] = names[found.targets]
-    for rank in range(found.best.shape[1]):
-        suffix = ""
-        if rank > 0:
-            suffix = f"_{rank + 1}"
-        columns[f"predicted{suffix}"] = names[found.best[:, rank]]
-        columns[f"probability{suffix}"] = found.probabilities[:, rank]
+    for index in range(found.best.shape[1]):
+        suffix = "" if index == 0 else f"_{index + 1}"
+        columns[f"predicted{suffix}"] = names[found.best[:, index]]
+        columns[f"probability{suffix}"] = found.probabilities[:, index]
     _write_csv(path, pd.DataFrame(columns), index=False, float_format="%.6g")
 
 

@@ -83,21 +83,22 @@ class World:
             dist.all_gather_object(values, value)
         return values
 
-    def share(self, value: Shared) -> Shared:
+    def broadcast(self, value: Shared) -> Shared:
         """Returns the first rank's value on every rank."""
         return self.gather(value)[0]
 
-    def share_buffers(self, module: nn.Module) -> None:
-        """Copies the first rank's buffers: batch normalisation sees only its rank's share."""
+    def broadcast_buffers(self, module: nn.Module) -> None:
+        """Copies the first rank's buffers: batch normalisation sees only its rank's images."""
         if self.size > 1:
             for buffer in module.buffers():
                 dist.broadcast(buffer, src=0)
 
     def barrier(self) -> None:
         if self.size > 1:
-            is_gpu = self.device.type == "cuda"
-            # NCCL would warn that it has to guess the device
-            dist.barrier(device_ids=[self.device.index] if is_gpu else None)
+            device_ids = None
+            if self.device.type == "cuda":  # NCCL would warn that it has to guess the device
+                device_ids = [self.device.index]
+            dist.barrier(device_ids=device_ids)
 
     def parallel(self, module: nn.Module) -> nn.Module:
         """Wraps a module so that backward passes reduce its gradients over the ranks."""
@@ -136,10 +137,10 @@ def join_world(device: str) -> Iterator[World]:
     if launched_ranks() is None:
         yield World(0, 1, torch.device(device))
         return
-    place = torch.device(device)
+    torch_device = torch.device(device)
     if device == "cuda":
-        place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(place)
+        torch_device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(torch_device)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if MEETING in os.environ:
         store: dist.Store = dist.FileStore(os.environ[MEETING], size)
@@ -149,7 +150,7 @@ def join_world(device: str) -> Iterator[World]:
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
-        yield World(rank, size, place)
+        yield World(rank, size, torch_device)
     finally:
         dist.destroy_process_group()
 
@@ -206,6 +207,7 @@ def _spawned(function: Callable[[Config], Any], config: Config) -> Ended:
 
 
 def _outcomes(meeting: Path) -> dict[int, Any]:
+    """What ranks have returned or raised, by rank."""
     paths = [path for path in sorted(meeting.iterdir()) if path.name.isdecimal()]
     return {int(path.name): pickle.loads(path.read_bytes()) for path in paths}  # noqa: S301 - ours
 
@@ -243,15 +245,16 @@ def as_rank(config: Config) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            # A name for the new error would be a cycle, by its traceback, and keep the model.
+            # No variable holds the new error: its traceback would hold this frame, and the model.
             raise _told(ending(error, config)) from error
 
 
 def _told(end: OneLineError) -> OneLineError:
-    """Says why a rank of torchrun ends; programs print the error of the first one alone.
+    """Returns the error. A rank of torchrun prints it, unless it is the first one's.
 
-    The others wait before: the launcher ends them if the first one has the same error. A rank that
-    only knows that another is gone lets that one speak, and be named by the launcher.
+    Programs print that one. The other ranks wait before: the launcher ends them if the first one
+    has the same error. A rank that only knows that another is gone prints nothing, and waits too,
+    so that the launcher names the other.
     """
     is_gone = isinstance(end, RankFailed)
     is_of_torchrun = launched_ranks() is not None and MEETING not in os.environ

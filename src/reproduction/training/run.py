@@ -6,20 +6,26 @@ The epochs are in fit.py, what ends a run in stop.py, its processes in ranks.py.
 import math
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import torch
 
-from reproduction.config import Augmentation, Config
+from reproduction.config import Config
 from reproduction.data import loaders
 from reproduction.data.halves import Data, in_memory
 from reproduction.data.seeding import preserved_generators
 from reproduction.data.sources import opened, record
 from reproduction.folder import RunFolder, hold
-from reproduction.models import build as models
+from reproduction.models.build import (
+    build_module,
+    count_parameters,
+    load_initial_weights,
+    try_pass,
+    without_weights,
+)
+from reproduction.models.weights import read_newest
 from reproduction.system import (
     PlainError,
     Pulse,
@@ -34,18 +40,26 @@ from reproduction.system import (
     warn,
 )
 from reproduction.training import metrics
-from reproduction.training.checkpoint import Clock, load_last, save_plain
-from reproduction.training.fit import Run, RunState, fit, progress_entries, restore, save, write
-from reproduction.training.loggers import Logs
+from reproduction.training.checkpoint import Clock, save_plain
+from reproduction.training.fit import (
+    Run,
+    RunState,
+    fit,
+    progress_entries,
+    restore,
+    save_checkpoint,
+    write_metrics,
+)
+from reproduction.training.loggers import Loggers
 from reproduction.training.ranks import World, join_world, on_ranks, resolve_device
 from reproduction.training.step import Trainer
 from reproduction.training.stop import Stop, handling
-from tokenmixup import TokenMixup
+from tokenmixup import HTM
 
 LIBRARIES = ("torch", "torchvision", "timm", "numpy", "scipy", "hydra-core")
 
 
-def run_training(config: Config, origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def run_training(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
     """Trains one run, unless it is finished, and returns its summary, which records its `origin`.
 
     Raises UserError before the run begins, and PlainError or KeyboardInterrupt after the status is
@@ -58,75 +72,41 @@ def run_training(config: Config, origin: Mapping[str, Any] | None = None) -> dic
             if folder.is_finished():
                 return folder.read_summary()
             try:
-                return on_ranks(partial(train, origin=origin or {}), config)
+                return on_ranks(partial(train, origin=origin), config)
             except KeyboardInterrupt as error:
-                line = _kept(folder, config, "interrupted", "interrupted")
+                line = _record_end(folder, config, "interrupted", "interrupted")
                 raise KeyboardInterrupt(line) from error
             except PlainError as error:  # what `ending` has made of any other
-                raise PlainError(_kept(folder, config, "failed", str(error))) from error
+                raise PlainError(_record_end(folder, config, "failed", str(error))) from error
     except OSError as error:  # of the lock and the folder, before the run
         raise UserError(reason_of(error)) from error
 
 
-def _kept(folder: RunFolder, config: Config, status: str, reason: str) -> str:
+def _record_end(folder: RunFolder, config: Config, status: str, reason: str) -> str:
     """Records the status of a run that has begun and returns the line to print; never raises."""
     if not folder.config_path.exists():
         return reason
-    kept = status
+    kept = f"kept as {status}"
     try:
         if is_first_rank():
             folder.write_summary(status=status, error=reason)
     except (OSError, UserError):  # such as a full disk; reports recognise the run by its lock
-        kept = "it is"
-    return f"{reason}; {folder.path} is kept as {kept}, {config.how_to_continue}"
+        kept = "kept as it is"
+    return f"{reason}; {folder.path} is {kept}, {config.how_to_continue}"
 
 
-@dataclass
-class Built:
-    """The images and the model of a run, neither of them on a device yet."""
-
-    data: Data
-    batches: loaders.TrainingBatches
-    module: TokenMixup
-    initial_weights: str | None  # what was read from `model.weights`
-
-
-def build(config: Config, world: World, is_new: bool = True) -> Built:
-    """Opens the images and builds the model; UserError if they do not fit the configuration.
-
-    A new run starts from `model.weights`, as from timm's weights. On the meta device, for a check,
-    the file is read, but the model takes no memory.
-    """
-    data = opened(config.dataset)
-    batches = loaders.TrainingBatches(
-        num_images=len(data.train),
-        batch_size=config.recipe.batch_size,
-        seed=config.seed,
-        rank=world.rank,
-        ranks=world.size,
-    )
-    model = config.model if is_new else models.without_weights(config.model)
-    torch.manual_seed(config.seed)
-    # On a device only later: the same weights are drawn for all of them.
-    with torch.device("meta" if world.device.type == "meta" else "cpu"):
-        module = models.build_module(model, config.augmentation, len(data.classes))
-    initial_weights = models.load_initial_weights(model, module.model)
-    return Built(data, batches, module, initial_weights)
-
-
-def check(config: Config) -> None:
+def check_start(config: Config) -> None:
     """Raises UserError if the run cannot start here; writes nothing but downloaded data."""
-    first_rank = World(rank=0, size=config.devices, device=torch.device("meta"))
-    built = build(config, first_rank)
-    batches = built.batches
-    models.tokens_of(config.model, built.module)  # refuses what only a pass can tell
-    images = loaders.build_training_images(config, built.data.train)
+    data = opened(config.dataset)
+    batches = loaders.TrainingBatches(config, len(data.train), rank=0, ranks=config.devices)
+    try_pass(config.model, config.augmentation, len(data.classes))
+    images = loaders.build_training_images(config, data.train)
     try:
-        images[0, 0]  # reads the first one
+        images[0, 0]  # epoch 0, image 0: raises if it is unreadable
     except PlainError as error:
         raise UserError(f"the first training image: {error}") from error
     count = config.recipe.grad_accum_steps
-    fewest = batches.global_size(len(batches) - 1) // config.devices
+    fewest = batches.global_size(len(batches) - 1) // config.devices  # of a rank, in a batch
     if fewest < count:
         reason = f"some batches leave {fewest} images to a rank, allowed is 1..{fewest}"
         raise UserError(f"recipe.grad_accum_steps={count}: {reason}")
@@ -147,14 +127,14 @@ def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
             except Stopped:  # on all ranks after the same step
                 if world.is_main:
                     say(f"stopping after step {run.trainer.step} (a second Ctrl-C: at once)")
-                write(run, state)  # first: the checkpoint counts its lines
-                save(run, state)
+                write_metrics(run, state)  # first: the checkpoint counts their bytes
+                save_checkpoint(run, state)
                 raise
             except Exception as error:
                 error.add_note(f"after step {run.trainer.step}")
                 raise
             finally:
-                run.logs.close(status)
+                run.loggers.close(status)
         world.barrier()  # finished is what all ranks have finished
         if world.is_main:
             results = run.folder.write_summary(**results, status=status)
@@ -162,22 +142,35 @@ def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_up(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Run, RunState]:
-    """Builds a run on its device, or resumes it, and prepares its folder."""
+    """Builds a run on its device, or resumes it, and prepares its folder.
+
+    UserError if images, model or checkpoints do not fit the configuration.
+    """
     folder = RunFolder.of(config)
-    newest = load_last(folder)
-    built = build(config, world, is_new=newest is None)
-    trainer = Trainer(config, world, built.module, built.data.classes, len(built.batches))
-    checkpoint, state = None, RunState()
+    paths = folder.checkpoints()
+    newest = read_newest(paths) if paths else None
+    data = opened(config.dataset)
+    batches = loaders.TrainingBatches(config, len(data.train), world.rank, world.size)
+    model = config.model if newest is None else without_weights(config.model)
+    torch.manual_seed(config.seed)  # the weights are drawn on the CPU: the same for every device
+    module = build_module(model, config.augmentation, len(data.classes))
+    initial_weights = load_initial_weights(model, module.model)
+    trainer = Trainer(config, world, module, data.classes, len(batches))
+    checkpoint = None
+    state = RunState()
     if newest is not None:
         checkpoint, content = newest
         state = restore(trainer, checkpoint, content)
-    if world.share(trainer.step) != trainer.step:
+    if world.broadcast(trainer.step) != trainer.step:
         raise PlainError("the ranks have read different checkpoints")
     facts: dict[str, Any] = {}
     if world.is_main:
-        facts = {**_facts(trainer, built), **origin}
-        _say_start(trainer, built.data, facts)
-    run = _assembled(trainer, folder, built)
+        facts = _facts(trainer, data)
+        if newest is None:  # a resumed run keeps what its beginning has recorded
+            facts["initial_weights"] = initial_weights
+        facts |= origin
+        _say_start(trainer, data, facts)
+    run = _assembled(trainer, folder, data, batches)
     # The folder last: what is refused above, such as a logger's settings, leaves it as it was.
     if world.is_main:
         folder.begin(config, checkpoint, state.metrics_size)
@@ -189,12 +182,14 @@ def set_up(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Run
     return run, state
 
 
-def _assembled(trainer: Trainer, folder: RunFolder, built: Built) -> Run:
+def _assembled(
+    trainer: Trainer, folder: RunFolder, data: Data, batches: loaders.TrainingBatches
+) -> Run:
     """The parts of a run around its trainer; images are read, loggers begin."""
-    config, world, batches = trainer.config, trainer.world, built.batches
+    config, world = trainer.config, trainer.world
     pin = world.device.type == "cuda"
     halves = ("train", "validation", "held_out")
-    data = in_memory(built.data, halves, local_ranks(config.devices))
+    data = in_memory(data, halves, local_ranks(config.devices))
     evaluation_loader = partial(
         loaders.build_evaluation_loader, config, rank=world.rank, ranks=world.size, pin=pin
     )
@@ -206,12 +201,12 @@ def _assembled(trainer: Trainer, folder: RunFolder, built: Built) -> Run:
         folder=folder,
         batches=batches,
         train_loader=loaders.build_training_loader(config, data.train, batches, pin),
-        eval_loader=evaluation_loader(data.per_epoch),
+        epoch_loader=evaluation_loader(data.per_epoch),
         test_loader=test_loader,
-        logs=Logs(config.logger if world.is_main else {}, config, folder, trainer.step),
+        loggers=Loggers(config.logger if world.is_main else {}, config, folder, trainer.step),
         stop=Stop(world.size),
         clock=Clock(config.checkpoint),
-        collected=metrics.BatchMetrics(world),
+        batch_metrics=metrics.BatchMetrics(world),
         pulse=Pulse(),
     )
 
@@ -228,10 +223,10 @@ def _say_start(trainer: Trainer, data: Data, facts: Mapping[str, Any]) -> None:
     if data.validation is not None:
         images.append(f"{len(data.validation):,} for validation")
     mixing = "+".join(config.augmentation.stack) or "no mixing"
-    place = world.device.type
+    device = world.device.type
     if world.size > 1:
-        place = f"{world.size} ranks on {place}"
-    say(f"{verb}: {config.model.name} on {', '.join(images)}, {mixing}, {place}")
+        device = f"{world.size} ranks on {device}"
+    say(f"{verb}: {config.model.name} on {', '.join(images)}, {mixing}, {device}")
     for remark in data.remarks:
         warn(f"warning: {remark}")
     if facts.get("initial_weights") is not None:
@@ -250,20 +245,16 @@ def _say_difficulty(classes: int, smoothing: float) -> None:
     say(f"htm: difficulty: at least {least:.4g} nats, {math.log(classes):.4g} of a guess")
 
 
-def _htm_numbers(trainer: Trainer) -> dict[str, list[float | str]]:
+def _htm_numbers(trainer: Trainer, htm: HTM) -> dict[str, list[float | str]]:
     """HTM's tau, in nats, and rho at each layer, with numbers for `auto`; infinity as text."""
-    htm, config = trainer.module.htm, trainer.config
-    if htm is None:
-        return {}
-    stack = Augmentation(htm=config.augmentation.htm)
-    with preserved_generators(), torch.device("meta"):
-        plain = models.without_weights(config.model)
-        module = models.build_module(plain, stack, len(trainer.classes))
-        tokens = models.tokens_of(config.model, module)
-    each = [*zip(htm.each.values(), tokens, strict=True)]
+    model = without_weights(trainer.config.model)
+    stack = trainer.config.augmentation
+    with preserved_generators():  # only a pass tells how many tokens enter a layer
+        tokens = try_pass(model, stack, len(trainer.classes))
+    layers = [*zip(htm.by_layer.values(), tokens, strict=True)]
     return {
-        "tau": [_finite(settings.tau) for settings, _ in each],
-        "rho": [_finite(settings.rho_for(count)) for settings, count in each],
+        "tau": [_finite(settings.tau) for settings, _ in layers],
+        "rho": [_finite(settings.rho_for(count)) for settings, count in layers],
     }
 
 
@@ -271,13 +262,13 @@ def _finite(number: float) -> float | str:
     return number if number < math.inf else "inf"
 
 
-def _facts(trainer: Trainer, built: Built) -> dict[str, Any]:
+def _facts(trainer: Trainer, data: Data) -> dict[str, Any]:
     """The entries of the summary that are known before training."""
-    config, htm = trainer.config, _htm_numbers(trainer)
+    config = trainer.config
     facts: dict[str, Any] = {
         "name": config.name,
-        "data": record(built.data, config.model.weights),
-        "parameters": models.count_parameters(trainer.module),
+        "data": record(data, config.model.weights),
+        "parameters": count_parameters(trainer.module),
         "seed": config.seed,
         "devices": config.devices,
         "hardware": hardware_name(trainer.world.device.type),
@@ -285,8 +276,6 @@ def _facts(trainer: Trainer, built: Built) -> dict[str, Any]:
         "versions": {"python": platform.python_version()} | {x: version(x) for x in LIBRARIES},
         "git_revision": git_revision(),
     }
-    if htm:
-        facts["htm"] = htm
-    if trainer.step == 0:  # a resumed run keeps what its beginning has recorded
-        facts["initial_weights"] = built.initial_weights
+    if trainer.module.htm is not None:
+        facts["htm"] = _htm_numbers(trainer, trainer.module.htm)
     return facts

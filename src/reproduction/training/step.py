@@ -27,14 +27,14 @@ from tokenmixup.output import Stat
 
 
 class MicroBatch(NamedTuple):
-    """The mean loss of a micro-batch, the model's output for it, and the scalars of its log.
+    """The mean loss of a micro-batch, the model's output for it, and the figures of its log.
 
     HTM's names are those of `Output.sums`; all are on the device.
     """
 
     loss: Tensor
     output: Output
-    metrics: dict[str, Stat]
+    stats: dict[str, Stat]
 
 
 class Trainer:
@@ -89,19 +89,20 @@ class Trainer:
         """
         key = self.config.seed, self.step, self.world.rank
         draws = self.inputs.draw(images.shape, *key)
-        seed_device(self.world.device, Purpose.DROPOUT, *key)
+        seed_device(self.world.device, Purpose.MODEL, *key)
         self.lr = learning_rate(self.recipe, self.step, self.steps_per_epoch)
         if self.graph is None:
             self._set_optimizer(lr=self.lr, capturable=False)
             parts = self._update(images, classes, global_size, draws)
         else:  # has captured `_update`
-            self._set_optimizer(lr=self.lr_of_graphs.fill_(self.lr), capturable=True)
+            self.lr_of_graphs.fill_(self.lr)
+            self._set_optimizer(lr=self.lr_of_graphs, capturable=True)
             parts = cast(list[MicroBatch], self.graph(images, classes, global_size, draws))
         self.step += 1
         return parts
 
     def _set_optimizer(self, lr: float | Tensor, capturable: bool) -> None:
-        """Sets the learning rate; a graph reads it where it lies."""
+        """Sets the learning rate: a number or, for a graph, the tensor that it reads."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
             group["capturable"] = capturable
@@ -109,7 +110,10 @@ class Trainer:
     def _update(
         self, images: Tensor, classes: Tensor, global_size: int, draws: Draws
     ) -> list[MicroBatch]:
-        """The step given its draws: on the device, by the same operations for a batch's size."""
+        """The step, given its draws.
+
+        Batches of one size get the same operations, so that a CUDA graph can replay them.
+        """
         device = self.world.device
         images = images.to(device, non_blocking=True)
         classes = classes.to(device, non_blocking=True)
@@ -129,7 +133,7 @@ class Trainer:
         # Weights
         norm = self._clip_gradients()
         total = torch.stack([norm, *(part.loss for part in parts)]).sum()
-        self.not_finite.copy_(total - total != 0)  # nan, or an infinity minus itself
+        self.not_finite.copy_(~total.isfinite())
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -137,7 +141,7 @@ class Trainer:
         # Averages of the weights
         if self.average is not None:
             self.average.update(self.module.model)
-        for value, old in zip(restorable, backup, strict=True):
+        for value, old in zip(restorable, backup, strict=True):  # if the step was skipped
             value.copy_(torch.where(self.not_finite > 0, old, value))
         return parts
 
@@ -163,12 +167,13 @@ class Trainer:
         weight = n * self.world.size / global_size
         self.scaler.scale(loss * weight).backward()
         loss = loss.detach()
-        metrics = {
+        stats = {
             "loss": Stat(loss * n, n),
-            "skipped": Stat(self.not_finite, is_max=True),  # as it is after the step
+            # The tensor itself: `_update` writes it later, BatchMetrics reads it after the step.
+            "skipped": Stat(self.not_finite, is_max=True),
             **output.sums,
         }
-        return MicroBatch(loss, output, metrics)
+        return MicroBatch(loss, output, stats)
 
     def _clip_gradients(self) -> Tensor:
         """Clips the gradients and returns their norm before clipping.
@@ -221,15 +226,15 @@ class Trainer:
             "step": self.step,
         }
 
-    def restore(self, place: str, state: dict[str, Any]) -> None:
-        """Restores a `state`; UserError, which names the `place`, if its weights do not fit."""
-        self.module.load_state_dict(module_state(place, state, self.module))
+    def restore(self, origin: str, state: dict[str, Any]) -> None:
+        """Restores a `state`; UserError, which names its `origin`, if its weights do not fit."""
+        self.module.load_state_dict(module_state(origin, state, self.module))
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         if self.average is not None:
             self.average.module.load_state_dict(state["model_ema"])
         if self.graph is not None:
-            self.graph.forget()  # the optimiser's state lies elsewhere now
+            self.graph.forget()  # the optimiser's state is in new tensors
         self.step = state["step"]
 
 

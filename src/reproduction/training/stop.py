@@ -38,7 +38,7 @@ def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[Non
     """Sets `handler` for STOP_SIGNALS that are not ignored; restores the old handlers at exit."""
     handled = [s for s in STOP_SIGNALS if signal.getsignal(s) not in (signal.SIG_IGN, None)]
     if threading.current_thread() is not threading.main_thread():
-        handled = []  # Python allows it there alone
+        handled = []  # Python sets handlers in the main thread alone
     old = [signal.signal(signum, handler) for signum in handled]
     try:
         yield
@@ -87,8 +87,8 @@ class Stop:
         finally:
             self.is_waiting = False
 
-    def agreed(self, *wishes: bool) -> list[bool]:
-        """Which of the wishes some rank has; Stopped if one of them has a signal.
+    def any_rank(self, *wishes: bool) -> list[bool]:
+        """Returns, for each wish, whether any rank has it; Stopped if any rank has a signal.
 
         All ranks call it after each step.
         """
@@ -104,9 +104,8 @@ class Stop:
 def ending(error: Exception, config: Config) -> OneLineError:
     """A new error, of the one line that ends this rank; the traceback of a bug is printed.
 
-    The error decides, and the causes that somebody has named by `raise ... from`: what was handled
-    by chance when it was raised says nothing about it. A new one can be raised from it, and holds
-    no traceback, and so not the model.
+    Looks at the error and its causes by `raise ... from`, not at its context. The error is a new
+    one: it has no traceback, which would keep the model in memory.
     """
     if isinstance(error, OneLineError):
         return type(error)(error)
@@ -141,6 +140,7 @@ def of_method(error: BaseException, config: Config) -> str | None:
 
 
 def of_memory(error: BaseException, config: Config) -> str | None:
+    """A lack of memory, on the GPU or on this machine."""
     is_gpu = isinstance(error, torch.OutOfMemoryError)
     is_host = isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate" in str(error)
     if not (is_gpu or is_host):
