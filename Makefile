@@ -6,7 +6,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 # A mistyped name, such as SEED=3, is an error. $(origin NAME) is `command line` for what was typed.
 # A make that this one calls sees these names as typed, and does not ask.
-KNOWN := PYTHON SCALE SEEDS SET DATA DEVICES OUTPUTS DRY_RUN JOBS LAUNCHER FILE STUDIES RUNS AGAINST ROUNDS COMPARE KILLS RUN WEIGHTS
+KNOWN := PYTHON SCALE SEEDS SET DATA DEVICES OUTPUTS DRY_RUN JOBS LAUNCHER FILE STUDIES RUNS AGAINST ROUNDS KILLS RUN WEIGHTS
 TYPED = $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name)))
 ifeq ($(MAKELEVEL),0)
   $(foreach name,$(filter-out $(KNOWN),$(TYPED)),$(error $(name)=$($(name)): unknown, allowed are $(KNOWN)))
@@ -145,8 +145,8 @@ lock: .venv-tools/installed  ## lock the newest packages that the requirements a
 audit: .venv-tools/installed  ## check the locked packages for known vulnerabilities; needs a network
 	.venv-tools/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements-dev.lock
 
-bench: .venv/installed  ## measure what HTM and VTM add to a step on this machine; ROUNDS=40 COMPARE=old.json
-	$(BIN)/python -m scripts.bench $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(COMPARE),--compare "$(COMPARE)") \
+bench: .venv/installed  ## measure what HTM and VTM add to a step on this machine; ROUNDS=40
+	$(BIN)/python -m scripts.bench $(if $(ROUNDS),--rounds $(ROUNDS)) \
 	  $(if $(OUTPUTS),--out "$(OUTPUTS)/bench.json")
 
 # A test that hangs or crashes ends its worker, and the next one goes on.

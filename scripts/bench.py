@@ -10,7 +10,7 @@ runs twice in it: `plain again` shows the noise, and the others are compared wit
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from scipy.stats import quantile_test
 
 from reproduction.models.build import build_module, without_weights
 from reproduction.points import compose
@@ -39,23 +38,21 @@ from reproduction.training.step import Trainer
 from scripts import positive
 from tokenmixup.assignment import gain_matrix, optimal_donors
 
+ON_GPU = 128  # images of a batch
 Work = Callable[[], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model by its own recipe, and the images of a batch."""
+    """How a model is timed: by its own recipe."""
 
     words: list[str]
     classes: int
     sharpness: int  # factor on q, k and v
-    on_cpu: int
-    on_gpu: int = 128
+    on_cpu: int  # images of a batch
 
     def images(self, device: str) -> int:
-        if device == "cuda":
-            return self.on_gpu
-        return self.on_cpu
+        return ON_GPU if device == "cuda" else self.on_cpu
 
 
 CASES = {
@@ -74,7 +71,6 @@ AGAIN = "plain again"
 HOW = {"eager": "false", "compiled": "true", "graph": "cuda-graph"}  # values of `compile`
 WARM_UP = 2  # rounds that do not count
 CALLS_ON_GPU = 10  # between two looks at the clock
-FIGURES = ("ms", "ratio")  # that are compared with those of an earlier report
 
 
 def build_trainer(overrides: Sequence[str], num_classes: int = 10) -> Trainer:
@@ -113,29 +109,26 @@ def in_turns(works: Mapping[str, Work], rounds: int, device: str) -> pd.DataFram
 
 def milliseconds(work: Work, device: str) -> float:
     """Times a call; on a GPU, which is not waited for in between, the mean of several."""
-    if device != "cuda":
-        start = time.perf_counter()
-        work()
-        return 1000 * (time.perf_counter() - start)
-    torch.cuda.synchronize()
+    calls = 1
+    if device == "cuda":
+        calls = CALLS_ON_GPU
+        torch.cuda.synchronize()
     start = time.perf_counter()
-    for _ in range(CALLS_ON_GPU):
+    for _ in range(calls):
         work()
-    torch.cuda.synchronize()
-    return 1000 * (time.perf_counter() - start) / CALLS_ON_GPU
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return 1000 * (time.perf_counter() - start) / calls
+
+
+def machine(device: str) -> str:
+    """Says what this machine is, and how busy."""
+    return f"{hardware_name(device)}, load average {os.getloadavg()[0]:.1f}"
 
 
 def quartiles(values: pd.Series) -> dict[str, float]:
-    """Median and quartiles, and the 95 % interval of the median by order statistics."""
-    interval = quantile_test(values, p=0.5).confidence_interval(confidence_level=0.95)
     low, median, high = values.quantile([0.25, 0.5, 0.75])
-    return {
-        "median": median,
-        "low": low,
-        "high": high,
-        "least": np.fmax(interval.low, values.min()),
-        "most": np.fmin(interval.high, values.max()),
-    }
+    return {"low": low, "median": median, "high": high}
 
 
 def measure(model: str, how: str, device: str, rounds: int) -> dict[str, Any]:
@@ -144,11 +137,11 @@ def measure(model: str, how: str, device: str, rounds: int) -> dict[str, Any]:
     images = case.images(device)
     works, tokens = dict[str, Work](), dict[str, float]()
     for name, stack in METHODS.items():
+        words = words_of(model, how, device, stack)
         try:
-            step = training_step(
-                words_of(model, how, device, stack), case.classes, images, case.sharpness
-            )
-            tokens[name] = float(step()[0].output.stats["mixed_tokens"])
+            step = training_step(words, case.classes, images, case.sharpness)
+            micro_batches = step()
+            tokens[name] = float(micro_batches[0].output.stats["mixed_tokens"])
         except Exception as error:  # of a compiler, or a lack of memory
             say(f"not timed: {model}, {how}, {name}: {first_line(error)}")
             continue
@@ -164,11 +157,11 @@ def measure(model: str, how: str, device: str, rounds: int) -> dict[str, Any]:
             "images/s": 1000 * images / ms["median"],
             "tokens": tokens.get(name, 0),
         }
-    if "plain" in works:
-        both = times[["plain", AGAIN]].mean(axis=1)
-        for name, row in rows.items():
-            base = times["plain"] if name in ("plain", AGAIN) else both
-            row["ratio"] = quartiles(times[name] / base)
+        if "plain" in works:
+            base = times["plain"]
+            if name not in ("plain", AGAIN):
+                base = times[["plain", AGAIN]].mean(axis=1)
+            rows[name]["ratio"] = quartiles(times[name] / base)
     return rows
 
 
@@ -186,8 +179,10 @@ def words_of(model: str, how: str, device: str, stack: list[str]) -> list[str]:
 def measure_assignment(device: str, rounds: int) -> dict[str, Any]:
     """Times the assignment, by its kernel on a GPU and by scipy, on random saliency."""
     works = dict[str, Work]()
-    for b, where in product((128, 504), dict.fromkeys(["cpu", device])):
-        solver = "kernel" if where == "cuda" else "scipy"
+    solvers = {"cpu": "scipy"}
+    if device == "cuda":
+        solvers[device] = "kernel"
+    for b, (where, solver) in product((128, 504), solvers.items()):
         gain = gain_matrix((3 * torch.randn(b, 256)).softmax(dim=1), 0.0).to(where)
         for easy in (b // 2, b):
             is_easy = (torch.arange(b) < easy).to(where)
@@ -208,64 +203,36 @@ def shown(value: Any) -> str:
     return f"{value:.4g}"
 
 
-def slower(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what got slower beyond the noise: the intervals of the medians do not overlap."""
-    for title, rows in new["tables"].items():
-        for name, row in rows.items():
-            before = old["tables"].get(title, {}).get(name, {})
-            for figure in FIGURES:
-                if figure not in row or figure not in before:
-                    continue
-                was, now = before[figure], row[figure]
-                if now["least"] > was["most"]:
-                    change = f"{was['median']:.4g} -> {now['median']:.4g}"
-                    yield f"slower: {title}: {name}: {figure} {change}"
-
-
-def read_report(path: Path, machine: str) -> dict[str, Any]:
-    """Reads what was measured earlier; UserError if it was on another machine."""
-    try:
-        report: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"compare={path}: is no report: {error}") from error
-    if report["machine"] != machine:
-        raise UserError(f"compare={path}: measured on {report['machine']}, this is {machine}")
-    return report
-
-
 @one_line_errors()
 def main() -> None:
-    parser = Parser(prog="bench.py", description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("models", nargs="*", default=[*CASES], help=", ".join(CASES))
     parser.add_argument("--rounds", type=positive, default=40)
-    parser.add_argument("--compare", type=Path, metavar="OLD.json", help="say what got slower")
     parser.add_argument("--out", type=Path, default="outputs/bench.json", metavar="FILE.json")
     args = parser.parse_args()
     for model in args.models:
         if model not in CASES:
             raise UserError(f"models={model}: must be one of {', '.join(CASES)}")
     device = resolve_device("auto", 1)
-    new: dict[str, Any] = {
+    report: dict[str, Any] = {
         "machine": f"{hardware_name(device)}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "rounds": args.rounds,
         "revision": git_revision(),
         "load average": os.getloadavg()[0],
     }
-    old = None
-    if args.compare:
-        old = read_report(args.compare, new["machine"])
-    say(", ".join(f"{key} {value}" for key, value in new.items()))
-    new["tables"] = {"assignment": measure_assignment(device, args.rounds)}
-    for model, how in product(args.models, HOW if device == "cuda" else ["eager"]):
-        new["tables"][f"{model}, {how}"] = measure(model, how, device, args.rounds)
-    for title, rows in new["tables"].items():
+    say(", ".join(f"{name} {value}" for name, value in report.items()))
+    ways = ["eager"]
+    if device == "cuda":
+        ways = [*HOW]
+    tables = {"assignment": measure_assignment(device, args.rounds)}
+    for model, how in product(args.models, ways):
+        tables[f"{model}, {how}"] = measure(model, how, device, args.rounds)
+    for title, rows in tables.items():
         say(f"\n**{title}**\n\n{table(rows)}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(args.out, json.dumps(new, indent=2) + "\n")
+    write_text(args.out, json.dumps({**report, "tables": tables}, indent=2) + "\n")
     say(f"\nload average {os.getloadavg()[0]:.1f} at the end; written to {args.out}")
-    if old is not None:
-        say("\n".join(slower(old, new)) or f"nothing got slower than in {args.compare}")
 
 
 if __name__ == "__main__":

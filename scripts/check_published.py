@@ -42,15 +42,16 @@ def main() -> int:
         text = "no such file"
         if name in files:
             try:
-                top1 = evaluated(files[name], [f"experiment={experiment}", *words])
+                top1 = accuracy_of(files[name], [f"experiment={experiment}", *words])
                 text = f"{top1:.2f} % ({top1 - printed:+.2f})"
             except (UserError, PlainError) as error:
-                text, status = str(error), 1
+                text = str(error)
+                status = 1
         say(f"{name}: {experiment}, printed {printed:.2f} %: {text}")
     return status
 
 
-def evaluated(file: Path, words: Sequence[str]) -> float:
+def accuracy_of(file: Path, words: Sequence[str]) -> float:
     """Returns the accuracy, by the function of eval.py, which writes it to a file."""
     precision = "float32"
     if file.name.startswith("cct") and torch.cuda.is_available():

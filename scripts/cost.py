@@ -7,7 +7,6 @@ loaded. A CPU trains in float32. Without STUDIES: all of the paper, where a run 
 counts in the first of them.
 """
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,35 +18,35 @@ from reproduction.config import Config, Dataset
 from reproduction.data.sources import opened
 from reproduction.points import Point
 from reproduction.studies.study import FULL, plan, studies
-from reproduction.system import Parser, PlainError, hardware_name, one_line_errors, say
+from reproduction.system import Parser, PlainError, one_line_errors, say
 from reproduction.training.ranks import resolve_device
 from scripts import positive
-from scripts.bench import in_turns, training_step
+from scripts.bench import in_turns, machine, training_step
 
 ON_CPU = 16  # images
 
 
-class Size(NamedTuple):
-    """Images and classes of a data set."""
+class Images(NamedTuple):
+    """How many images and classes a data set has."""
 
     train: int
     held_out: int
     classes: int
 
 
-SIZES = {
-    "cifar10": Size(50_000, 10_000, 10),
-    "cifar100": Size(50_000, 10_000, 100),
-    "imagenet1k": Size(1_281_167, 50_000, 1000),
+KNOWN = {
+    "cifar10": Images(50_000, 10_000, 10),
+    "cifar100": Images(50_000, 10_000, 100),
+    "imagenet1k": Images(1_281_167, 50_000, 1000),
 }
 
 
-def size_of(dataset: Dataset) -> Size:
+def images_of(dataset: Dataset) -> Images:
     """Returns what is known of a data set, and looks into any other."""
-    if dataset.name in SIZES:
-        return SIZES[dataset.name]
+    if dataset.name in KNOWN:
+        return KNOWN[dataset.name]
     data = opened(dataset)
-    return Size(len(data.train), len(data.per_epoch), len(data.classes))
+    return Images(len(data.train), len(data.per_epoch), len(data.classes))
 
 
 def speed(words: Sequence[str], config: Config, classes: int, device: str) -> dict[str, Any]:
@@ -73,16 +72,16 @@ def speed(words: Sequence[str], config: Config, classes: int, device: str) -> di
 def cost(run: Point, device: str) -> dict[str, Any]:
     """Returns the row of a run, but for how many there are of it."""
     config = run.config
-    size = size_of(config.dataset)
-    images = config.recipe.epochs * (size.train + size.held_out / 3)
+    images = images_of(config.dataset)
+    in_all = config.recipe.epochs * (images.train + images.held_out / 3)
     row = {"batch": config.recipe.batch_size}
-    row |= speed(run.words, config, size.classes, device)
-    return row | {"hours": images / row["images/s"] / 3600}
+    row |= speed(run.words, config, images.classes, device)
+    return row | {"hours": in_all / row["images/s"] / 3600}
 
 
 @one_line_errors()
 def main() -> None:
-    parser = Parser(prog="cost.py", description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("studies", nargs="*", default=["all"], help="such as table1")
     parser.add_argument("--seeds", type=positive, help="seeds per run (default: the study's)")
     args = parser.parse_args()
@@ -90,16 +89,16 @@ def main() -> None:
     runs = []
     for name in args.studies:
         runs += plan(studies(name), args.seeds, FULL, [])
-    numbers = Counter(run.label for run in runs)
+    counts = Counter(run.label for run in runs)
     rows = dict[str, Any]()
     for run in runs:
         if run.label not in rows:
             say(f"measuring {run.label}")
-            rows[run.label] = {"runs": numbers[run.label], **cost(run, device)}
+            rows[run.label] = {"runs": counts[run.label], **cost(run, device)}
     table = pd.DataFrame.from_dict(rows, orient="index")
-    total = table[["hours"]].mul(table.runs, axis=0)
-    sums = total.groupby(lambda label: label.partition("/")[0], sort=False).sum()
-    say(f"\n{hardware_name(device)}, load average {os.getloadavg()[0]:.1f}\n")
+    hours = table[["hours"]].mul(table.runs, axis=0)
+    sums = hours.groupby(lambda label: label.partition("/")[0], sort=False).sum()
+    say(f"\n{machine(device)}\n")
     for title, frame in (("A run", table), ("These runs", sums)):
         say(f"{title}:\n\n{frame.astype(object).to_markdown(floatfmt=',.1f')}\n")
 

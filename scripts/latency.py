@@ -8,40 +8,24 @@ ratios compare. The report of Table 3 shows what is written.
 """
 
 import json
-import os
 from pathlib import Path
 
 import torch
 
 from reproduction.studies.study import PAPER_FOLDER, read
 from reproduction.studies.study_table import LATENCY, latencies
-from reproduction.studies.table import REPORT, markdown
-from reproduction.system import Parser, hardware_name, one_line_errors, say, write_text
+from reproduction.studies.table import REPORT, as_markdown
+from reproduction.system import Parser, one_line_errors, say, write_text
 from reproduction.training.ranks import resolve_device
 from scripts import positive
-from scripts.bench import CASES, in_turns, training_step
+from scripts.bench import CASES, Work, in_turns, machine, training_step, words_of
 
 MODEL = "cct_7_3x1"
 
 
-def words_of(detector: str | None, device: str) -> list[str]:
-    """The overrides of train.py for a step with this detector, or without mixing."""
-    precision = "float16" if device == "cuda" else "float32"  # float16 is that of the experiments
-    words = [f"model={MODEL}", *CASES[MODEL].words, f"recipe.precision={precision}"]
-    if detector is None:
-        return [*words, "augmentation=[]"]
-    return [
-        *words,
-        "augmentation=[htm]",
-        "augmentation.htm.tau=inf",
-        "augmentation.htm.rho=0",
-        f"augmentation.htm.detector={detector}",
-    ]
-
-
 @one_line_errors()
 def main() -> None:
-    parser = Parser(prog="latency.py", description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--rounds", type=positive, default=20)
     parser.add_argument("--images", type=positive, help="in a batch (default: 128, on a CPU 16)")
     parser.add_argument("--outputs", type=Path, default=Path("outputs"), help="folder of the runs")
@@ -50,21 +34,27 @@ def main() -> None:
     device = resolve_device("auto", 1)
     case = CASES[MODEL]
     images = args.images or case.images(device)
-    works = {"plain": training_step(words_of(None, device), case.classes, images)}
+    words = {"plain": words_of(MODEL, "eager", device, [])}
     for name in study.latencies:
-        works[name] = training_step(words_of(name, device), case.classes, images)
+        mixing = ["augmentation.htm.rho=0", f"augmentation.htm.detector={name}"]
+        words[name] = words_of(MODEL, "eager", device, ["htm"]) + mixing
+    works = dict[str, Work]()
+    for name, overrides in words.items():
+        if device == "cuda":
+            overrides.append("recipe.precision=float16")  # as in the experiments
+        works[name] = training_step(overrides, case.classes, images)
     times = in_turns(works, args.rounds, device)
     added = times[[*study.latencies]].sub(times.plain, axis=0)  # ms, rounds x detectors
     about = (
         f"{MODEL}, {images} images, {args.rounds} rounds, torch {torch.__version__}, "
-        f"{hardware_name(device)}, load average {os.getloadavg()[0]:.1f}"
+        f"{machine(device)}"
     )
     ms = {name: added[name].quantile([0.25, 0.5, 0.75]).tolist() for name in study.latencies}
     path = args.outputs / REPORT / LATENCY
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps({"about": about, "ms": ms}, indent=2) + "\n")
     for title, texts in latencies(study, args.outputs).items():
-        say(f"{title}\n\n{markdown(texts)}\n\nwritten to {path}")
+        say(f"{title}\n\n{as_markdown(texts)}\n\nwritten to {path}")
 
 
 if __name__ == "__main__":

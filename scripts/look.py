@@ -9,18 +9,18 @@ from scripts import positive
 @one_line_errors()
 def main() -> None:
     """Prints, for each HTM layer, quantiles, samples by tau and tokens by rho."""
-    parser = Parser(prog="look.py", description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("run", metavar="RUN", help="folder of a trained run with HTM")
     parser.add_argument(
-        "source", metavar="dataset.source=...", nargs="?", help="the function of a run on own data"
+        "word", metavar="dataset.source=...", nargs="?", help="the function of a run on own data"
     )
     parser.add_argument("--batches", type=positive, default=8, help="to count over (default: 8)")
     args = parser.parse_args()
-    if args.source and not args.source.startswith("dataset.source="):
-        parser.error(f"{args.source}: must be dataset.source=...")
+    if args.word and not args.word.startswith("dataset.source="):
+        parser.error(f"{args.word}: must be dataset.source=...")
     folder = RunFolder(args.run.removeprefix("run="))
     config = folder.read_config()
-    check_named(config.dataset, [args.source or ""])
+    check_named(config.dataset, [args.word or ""])
     from reproduction.reporting.suggestions import suggestions
     from reproduction.training.stop import ending
 

@@ -7,7 +7,7 @@ from reproduction.system import Parser, one_line_errors
 
 @one_line_errors()
 def main() -> None:
-    parser = Parser(prog="publish.py", description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a finished run")
     parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="as results/STUDY.yaml")
     args = parser.parse_args()

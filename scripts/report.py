@@ -9,7 +9,7 @@ from scripts import positive
 
 @one_line_errors()
 def main() -> None:
-    parser = Parser(prog="report.py", description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("words", nargs="*", metavar="key=value", help="overrides of all rows")
     parser.add_argument("--study", default="all", help="as of reproduce.py (default: all)")
     parser.add_argument("--scale", choices=SCALES, default=FULL)
@@ -20,25 +20,19 @@ def main() -> None:
     if args.results:
         if args.words:
             parser.error(f"{args.words[0]}: nothing reads it beside --results")
-        write_results(args.results)
+        from reproduction.studies.published import results_page
+
+        path = args.results.resolve().parent / "docs" / "results.md"
+        write_text(path, results_page(args.results))
+        say(f"written to {path}")
         return
     from reproduction.studies.conclude import conclude
 
-    words = args.words
     if args.outputs:
         if not args.outputs.is_dir():
             parser.error(f"--outputs {args.outputs}: must be a folder of runs")
-        words = [*words, f"output_root={args.outputs}"]
-    conclude(plan(studies(args.study), args.seeds, args.scale, words))
-
-
-def write_results(results: Path) -> None:
-    """Writes the page of the published results."""
-    from reproduction.studies.published import results_page
-
-    path = results.resolve().parent / "docs" / "results.md"
-    write_text(path, results_page(results))
-    say(f"written to {path}")
+        args.words.append(f"output_root={args.outputs}")
+    conclude(plan(studies(args.study), args.seeds, args.scale, args.words))
 
 
 if __name__ == "__main__":

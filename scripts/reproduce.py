@@ -22,7 +22,7 @@ def main(words: list[str]) -> None:
     if {"-h", "--help"} & {*words}:
         print(__doc__.strip())
         return
-    name, *more = words or [""]
+    name, *more = words or [""]  # the error for an empty name lists what is allowed
     of_sweeper = [f"hydra.sweeper.{word}" for word in more if word.startswith(OF_SWEEPER)]
     others = [word for word in more if not word.startswith(OF_SWEEPER)]
     sweeper = ["hydra/sweeper=study", f"hydra.sweeper.study={in_quotes(name)}", *of_sweeper]

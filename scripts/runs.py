@@ -10,9 +10,13 @@ def main() -> None:
     """Groups the runs over seeds; the columns are the settings in which they differ."""
     parser = Parser(description=__doc__)
     parser.add_argument(
-        "folders", nargs="*", type=Path, default=[Path("outputs")], metavar="FOLDER",
+        "folders",
+        nargs="*",
+        type=Path,
+        default=[Path("outputs")],
+        metavar="FOLDER",
         help="of runs, or single runs (default: outputs)",
-    )  # fmt: skip
+    )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the unrounded numbers")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="of one or two varied keys")
     parser.add_argument(
@@ -24,7 +28,7 @@ def main() -> None:
     from reproduction.studies.runs_table import runs_table
 
     table = runs_table(read_runs(*args.folders), args.against)
-    say("\n".join(table.lines()))
+    say(table.markdown())
     if args.csv:
         write_text(args.csv, table.csv())
         say(f"written to {args.csv}")

@@ -22,12 +22,12 @@ def main() -> None:
     digits = load_digits()
     seen = Counter[int]()
     for number, (ink, digit) in enumerate(zip(digits.images, digits.target, strict=True)):
-        half = "train" if seen[digit] < FIRST else "test"
+        split = "train" if seen[digit] < FIRST else "test"
         seen[digit] += 1
-        path = folder / half / str(digit) / f"{number:04}.png"
+        path = folder / split / str(digit) / f"{number:04}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(np.round(ink * 255 / 16).astype(np.uint8)).save(path)  # 16 levels of ink
-    print(f"written to {folder}: {FIRST * len(seen)} and {len(digits.target) - FIRST * len(seen)}")
+    print(f"written to {folder}")
 
 
 if __name__ == "__main__":

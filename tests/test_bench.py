@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -45,30 +44,10 @@ def test_bench_times_plain_steps_beside_htm_and_vtm(measured: tuple[Result, Path
         assert row["tokens"] < 64
         assert row["ratio"]["median"] == 1 or name != "plain"
     for each in [row["ms"] for row in (*steps.values(), *assignment.values())]:
-        assert 0 < each["least"] <= each["low"] <= each["median"] <= each["high"] <= each["most"]
+        assert 0 < each["low"] <= each["median"] <= each["high"]
     shown = rows_of(result)
     assert {*STEPS, *assignment} <= {*shown}
     assert shown["HTM"][0].startswith(f"{steps['HTM']['ms']['median']:.4g} (")
-
-
-def compared(path: Path, old: dict[str, Any]) -> Result:
-    """Measures one round and compares it with another report."""
-    path.write_text(json.dumps(old))
-    words = ("--rounds", "1", "--out", f"{path}.new", "--compare", str(path))
-    return script("bench", MODEL, *words)
-
-
-def test_bench_names_what_got_slower(measured: tuple[Result, Path], here: Path):
-    """Ratios are not scaled: only the times of the report are."""
-    old = json.loads(measured[1].read_text())
-    for name, row in old["tables"][f"{MODEL}, eager"].items():
-        row["ms"] = {x: value * (1e-3 if name == "VTM" else 1e3) for x, value in row["ms"].items()}
-        row["ratio"] = dict.fromkeys(row["ratio"], 1e3)
-    for row in old["tables"]["assignment"].values():
-        row["ms"] = dict.fromkeys(row["ms"], 1e6)
-    result = compared(here / "old.json", old)
-    (line,) = [line for line in result.out.splitlines() if line.startswith("slower")]
-    assert line.startswith(f"slower: {MODEL}, eager: VTM: ms ")
 
 
 @pytest.mark.parametrize(
@@ -76,8 +55,6 @@ def test_bench_names_what_got_slower(measured: tuple[Result, Path], here: Path):
     [
         (("bench", "resnet18"), "models=resnet18"),
         (("bench", MODEL, "--rounds", "0"), "rounds"),
-        (("bench", MODEL, "--compare", "nowhere.json"), "nowhere.json"),
-        (("bench", MODEL, "--compare", "text.json"), "text.json"),
         (("cost", "table9"), "table9"),
         (("cost", "--seeds", "x"), "seeds"),
         (("latency", "--rounds", "-1"), "rounds"),
@@ -85,18 +62,10 @@ def test_bench_names_what_got_slower(measured: tuple[Result, Path], here: Path):
     ids=str,
 )
 def test_mistakes_are_refused_in_one_line(here: Path, words: tuple[str, ...], part: str):
-    Path("text.json").write_text("no report")
     result = script(*words)
     assert (result.status, len(result.lines)) == (2, 1), result
     assert part in result.lines[0]
-    assert [x.name for x in here.iterdir()] == ["text.json"]
-
-
-def test_a_report_of_another_machine_is_not_compared(measured: tuple[Result, Path], here: Path):
-    old = json.loads(measured[1].read_text()) | {"machine": "another"}
-    result = compared(here / "old.json", old)
-    assert (result.status, len(result.lines)) == (2, 1)
-    assert "another" in result.lines[0]
+    assert not [*here.iterdir()]
 
 
 def test_cost_multiplies_the_time_of_an_image_by_the_images_of_all_runs(here: Path):

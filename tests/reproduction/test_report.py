@@ -121,6 +121,30 @@ def test_the_page_begins_with_what_was_run(report: Path):
     assert point.compared_with.isna().all() or point.pairs.isna().all()
 
 
+def test_only_rows_that_are_to_be_trained_count_as_rows_without_a_run(report: Path):
+    """Table 1 has eight of them, of which two have runs; it quotes 28 others."""
+    assert "rows without a finished run: 6" in (report / "table1.md").read_text()
+
+
+def test_the_papers_values_are_not_drawn_beside_a_validation_split(
+    trained: Run, drawn_texts: dict[str, list[str]]
+):
+    """The paper prints accuracies of the test set."""
+    split = "dataset.validation=0.1"
+    for name, words, more in (
+        ("split", [HTM, split], {"val_top1_last": 70.0}),
+        ("whole", [HTM], {}),
+    ):
+        folder = write(trained, name, {}, **more)
+        (folder / "config.yaml").write_text(yaml.safe_dump(asdict(config_of(*words))))
+    assert script("report", split).status == 0
+    (name,) = (name for name in drawn_texts if name.startswith("table1"))
+    assert any(text.startswith("validation top-1") for text in drawn_texts[name])
+    assert "the paper's" not in drawn_texts[name]
+    assert script("report").status == 0
+    assert "the paper's" in drawn_texts["table1-CIFAR-100"]
+
+
 @pytest.mark.parametrize("width", [1280, 400])
 def test_the_page_has_no_horizontal_bar(report: Path, width: int):
     chromium = shutil.which("chromium") or shutil.which("google-chrome")

@@ -149,6 +149,22 @@ def test_the_last_word_counts_and_a_scale_has_its_own_folder():
     assert not {run["folder"] for run in runs} & {run["folder"] for run in plain}
 
 
+@pytest.mark.parametrize("stack", ["htm", "vtm"])
+def test_at_smoke_scale_htm_mixes_all_if_the_words_of_the_command_leave_it_in(stack: str):
+    """Rows of the study have no HTM, or have it: what SET chooses counts."""
+    rows = {"plain": ["augmentation=[]"], "htm": ["augmentation=[htm]", "recipe.lr=0.01"]}
+    Path("three.yaml").write_text(yaml.safe_dump(yaml.safe_load(STUDY) | {"rows": rows}))
+    words = ("scale=smoke", f"augmentation=[{stack}]", "recipe.max_steps=1")
+    result = script("reproduce", "three.yaml", *words)
+    assert result.status == 0, result.err
+    runs = [*Path("outputs/smoke").glob("three-*")]
+    assert len(runs) == 2
+    for run in runs:
+        mixing = Run(run).config["augmentation"]["htm"]
+        assert (mixing is not None) == (stack == "htm")
+        assert mixing is None or (mixing["tau"], mixing["rho"]) == (np.inf, 0)
+
+
 SWEPT = {
     "slow": ["recipe.lr=1e-3", "recipe.weight_decay=0,0.1"],
     "fast": {

@@ -193,6 +193,17 @@ def test_the_columns_are_the_settings_that_differ(
         assert rows[-3:] == ["0.5", "2.5", "inf"]
 
 
+def test_runs_that_have_no_name_in_common_leave_no_empty_note(trained: Run):
+    """Below a table stands what all runs share of model, data set and stack."""
+    write(trained, "one", {"model.name": "a", "dataset.name": "b"})
+    other = {"model.name": "c", "dataset.name": "d", "augmentation.htm": None}
+    write(trained, "other", other)
+    _, text = table()
+    notes = [line for line in text.splitlines() if line.startswith("-")]
+    assert notes
+    assert all(line.strip("- ") for line in notes)
+
+
 def test_a_row_that_mixed_nothing_says_so(trained: Run):
     for seed in range(3):
         write(trained, f"auto{seed}", {}, seed, mixed_share=0.5, mixed_tokens=9.0)
@@ -337,6 +348,48 @@ def study(text: str, seeds: int) -> pd.DataFrame:
     newest = max(Path("outputs/report").glob("mine*.csv"), key=os.path.getmtime)
     numbers = pd.read_csv(newest).set_index("row")
     return numbers[numbers.outcome == "loss"]
+
+
+PRINTED = """
+title: Printed
+overrides: [model.embed_dim=16, dataset.limit=60, dataset.eval_limit=60, recipe.batch_size=20,
+  recipe.epochs=1, recipe.max_steps=1, device=cpu, 'augmentation=[]']
+rows:
+  a: {overrides: [], printed: {top1: 50.25}}
+  b: {overrides: [recipe.lr=0.01], printed: {top1: 60.75}, against: a}
+quoted:
+  c: {"": {top1: 70.5}}
+"""
+
+
+def test_a_quoted_row_is_not_counted_as_one_without_a_run():
+    """Nobody trains it."""
+    numbers = study(PRINTED, 1)
+    assert "c" in numbers.index
+    text = Path("outputs/report/mine-seeds=1.md").read_text()
+    assert "2 finished runs" in text
+    assert "rows without a finished run" not in text
+    (run,) = Path("outputs").glob("mine-b-s0-*")
+    shutil.rmtree(run)
+    assert script("report", "--study", "mine.yaml", "--seeds", "1").status == 0
+    text = Path("outputs/report/mine-seeds=1.md").read_text()
+    assert "rows without a finished run: 1" in text
+
+
+def test_a_printed_accuracy_stands_beside_the_test_set_alone():
+    """Papers print it of the test set; the validation split is of the training images."""
+    split = PRINTED.replace("device=cpu", "device=cpu, dataset.validation=0.2")
+    study(split, 1)
+    numbers = pd.read_csv("outputs/report/mine-seeds=1.csv")
+    top1 = numbers[(numbers.outcome == "top1") & (numbers.row != "c")].set_index(["half", "row"])
+    assert top1.printed["test"].tolist() == [50.25, 60.75]
+    assert top1.printed["validation"].isna().all()
+    assert top1.printed_difference["test", "b"] == pytest.approx(10.5)
+    assert top1.printed_difference["validation"].isna().all()
+    main, _, others = Path("outputs/report/mine-seeds=1.md").read_text().partition("\n## ")
+    assert "validation top-1 [%]" in main
+    assert "paper" not in main
+    assert "60.75" in others
 
 
 def copy(run: Run, seed: int, **summary: Any) -> None:

@@ -1,6 +1,5 @@
 """The style of all figures, the curves of one run, and the confusion matrix of an evaluation."""
 
-import csv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from reproduction.system import replacing
+from reproduction.system import in_one_line, replacing
 
 # The colour-blind safe palette of Okabe and Ito
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
@@ -31,7 +30,7 @@ MOST_COUNTS = 15  # classes whose cells hold their counts
 LONGEST_CLASS = 16  # characters of a class name
 DPI = 150
 CAPTIONS = {  # of the pictures of a run
-    "accuracy.png": "Top-1 and loss on the {images} images, and training loss.",
+    "accuracy.png": "Top-1 and loss on the images that the axis names, and training loss.",
     "mixed_samples.png": (
         "The mean difficulty of a batch (line and band: quantiles 5, 50 and 95 % of the batches of "
         "an epoch); easy samples, which HTM mixes, and the tokens that it replaces in each (dots: "
@@ -53,12 +52,12 @@ CAPTIONS = {  # of the pictures of a run
 
 @contextmanager
 def figure(
-    path: Path, *sizes: int, figsize: tuple[float, float] | None = None, **settings: Any
+    path: Path, *grid: int, figsize: tuple[float, float] | None = None, **settings: Any
 ) -> Iterator[Any]:
     """Yields axes, and saves them as .png and as .pdf beside it, reproducible byte for byte."""
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize, layout="constrained")  # by pyplot it would need a backend
-        yield fig.subplots(*sizes, **settings)
+        yield fig.subplots(*grid, **settings)
         for kind, metadata in (("png", None), ("pdf", {"CreationDate": None})):
             with replacing(path.with_suffix(f".{kind}")) as temporary:
                 fig.savefig(temporary, format=kind, dpi=DPI, metadata=metadata)
@@ -91,7 +90,7 @@ def draw_accuracy(path: Path, steps: pd.DataFrame, epochs: pd.DataFrame) -> None
     images, key, loss_key = "held-out", "top1", "eval_loss"
     if "val_top1" in epochs:
         images, key, loss_key = "validation", "val_top1", "val_loss"
-    batches_per_epoch = (steps.step / steps.epoch).max()
+    batches_per_epoch = (steps.step / steps.epoch).max()  # at the last batch of an epoch
     with figure(path, 2, 1, figsize=(6, 4.5), sharex=True) as (accuracy, loss):
         accuracy.plot(epochs.epoch, epochs[key], color=GREEN, marker=".")
         best = epochs.loc[epochs[key].idxmax()]
@@ -129,10 +128,9 @@ def _scatter_with_mean(
 def draw_confusion(result: Path) -> Path:
     """Draws `<result>-confusion.csv` as a .png, which it returns, and a .pdf beside it."""
     table = result.with_name(f"{result.stem}-confusion.csv")
-    with table.open(newline="") as file:
-        header, *rows = csv.reader(file)
-    classes = header[1:]
-    counts = np.array([row[1:] for row in rows], dtype=np.int64)
+    confusion = pd.read_csv(table, index_col=0)
+    classes = [in_one_line(name, LONGEST_CLASS) for name in confusion.columns]
+    counts = confusion.to_numpy()
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     picture = table.with_suffix(".png")
     side = 2.5 + 0.3 * min(len(classes), MOST_NAMES)
@@ -142,9 +140,9 @@ def draw_confusion(result: Path) -> Path:
         axes.set_xlabel("predicted")
         axes.set_ylabel("class")
         if len(classes) <= MOST_NAMES:
-            names = [shortened(name, LONGEST_CLASS) for name in classes]
-            axes.set_xticks(range(len(names)), names, rotation=90)
-            axes.set_yticks(range(len(names)), names)
+            places = range(len(classes))
+            axes.set_xticks(places, classes, rotation=90)
+            axes.set_yticks(places, classes)
         if len(classes) <= MOST_COUNTS:
             _write_counts(axes, counts, shares)
     return picture
@@ -156,11 +154,3 @@ def _write_counts(axes: Axes, counts: np.ndarray, shares: np.ndarray) -> None:
         color = "white" if shares[row, column] > 0.5 else "black"
         text = str(counts[row, column])
         axes.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
-
-
-def shortened(name: str, longest: int) -> str:
-    """Returns the name of a class in one line of printable characters."""
-    name = " ".join(name.split())
-    if len(name) <= longest:
-        return name
-    return f"{name[: longest - 3]}..."

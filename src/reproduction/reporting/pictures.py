@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from reproduction.config import Config
-from reproduction.reporting.drawing import ORANGE, figure, shortened
+from reproduction.reporting.drawing import ORANGE, figure
 from reproduction.reporting.trained import Sample, TrainedRun
+from reproduction.system import in_one_line
 from tokenmixup import TokenMixup, attach, blocks_of
 from tokenmixup.adapters import adapter_of
 from tokenmixup.output import LayerMix
@@ -40,10 +41,10 @@ def draw_pairs(path: Path, trained: TrainedRun, sample: Sample) -> None:
     classes = sample.classes.tolist()
     receivers = chosen_pairs(mix, classes)
     if not receivers:
-        number, block = len(sample.images), htm.layers[0]
-        raise ValueError(f"the trained model mixes none of {number} images at block {block}")
+        where = f"of {len(sample.images)} images at block {htm.layers[0]}"
+        raise ValueError(f"the trained model mixes none {where}")
     pictures = displayable(sample.images, trained.config)
-    names = [f'"{shortened(trained.source.classes[x], LONGEST_LABEL)}"' for x in classes]
+    names = [f'"{in_one_line(trained.data.classes[x], LONGEST_LABEL)}"' for x in classes]
     size = (10.5, 2.5 * len(receivers))
     with figure(path, len(receivers), 5, figsize=size, squeeze=False) as axes:
         for row, receiver in zip(axes, receivers, strict=True):
@@ -161,9 +162,9 @@ def saliency_maps(module: TokenMixup, images: Tensor, targets: Tensor) -> dict[s
     for name, settings in detectors.items():
         mixing = attach(model, targets.shape[1], htm={"layer": layer, **settings})
         parts = []
-        for start in range(0, len(images), GRADIENTS_AT_ONCE):
-            part = slice(start, start + GRADIENTS_AT_ONCE)
-            mix = mixing.mixed_pairs(images[part], targets[part])
+        chunks = (images.split(GRADIENTS_AT_ONCE), targets.split(GRADIENTS_AT_ONCE))
+        for some_images, some_targets in zip(*chunks, strict=True):
+            mix = mixing.mixed_pairs(some_images, some_targets)
             assert mix is not None
             parts.append(mix.saliency.cpu())
         maps[name] = torch.cat(parts)

@@ -21,6 +21,7 @@ from reproduction.system import (
     warn,
     write_text,
 )
+from reproduction.training.metrics import MEDIAN_EPOCHS
 
 OF_TRAINED = {"mixed_pairs.png": draw_pairs, "saliency.png": draw_saliency_maps}
 
@@ -33,19 +34,14 @@ def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
     if not is_first_rank():
         return
     name = folder.path.name
-    reason = ""
     try:
         if not folder.report_path.exists():
             config = folder.read_config()
             sections = [f"# {name}", _description(config, summary), _table(config, summary)]
             sections += _draw(folder, config)
             write_text(folder.report_path, "\n\n".join(sections) + "\n")
-    except OSError as error:  # the run itself is finished
-        reason = reason_of(error)
-    except UserError as error:
-        reason = str(error)
-    if reason:
-        warn(f"warning: no report ({reason}); resume=auto writes it")
+    except (OSError, UserError) as error:  # the run itself is finished
+        warn(f"warning: no report ({_reason(error)}); resume=auto writes it")
     say(f"{name}: {_headline(summary)}")
     if folder.report_path.exists():
         say(f"report and pictures: {folder.report_path}")
@@ -56,15 +52,12 @@ def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
 
 def _draw(folder: RunFolder, config: Config) -> list[str]:
     """Draws the pictures; returns Markdown with each picture or the reason why it is missing."""
-    lines, evaluated = folder.read_metrics()
-    steps = pd.DataFrame([line for line in lines if not line.get("skipped")])
-    epochs = pd.DataFrame(evaluated)
+    step_lines, epoch_lines = folder.read_metrics()
+    steps = pd.DataFrame([line for line in step_lines if not line.get("skipped")])
+    epochs = pd.DataFrame(epoch_lines)
     if steps.empty or epochs.empty:
         return [f"No pictures: the lines of {folder.metrics_path.name} are lost."]
-    images = "held-out"
-    if "val_top1" in epochs:
-        images = "validation"
-    sections = [_picture("accuracy.png").format(images=images)]
+    sections = [_picture("accuracy.png")]
     draw_accuracy(folder.path / "accuracy.png", steps, epochs)
     if config.augmentation.htm is not None:
         draw_mixed_samples(folder.path / "mixed_samples.png", steps, config.recipe.batch_size)
@@ -97,6 +90,8 @@ def _picture(name: str) -> str:
 
 def _reason(error: Exception) -> str:
     """Returns messages for users as they are, and the first line of others."""
+    if isinstance(error, OSError):
+        return reason_of(error)
     if isinstance(error, UserError | ValueError):
         return str(error)
     return first_line(error)
@@ -106,10 +101,9 @@ def _reason(error: Exception) -> str:
 
 
 def _headline(summary: dict[str, Any]) -> str:
-    number = summary["epochs"]
-    epochs = f"{number} epochs"
-    if number == 1:
-        epochs = "1 epoch"
+    epochs = "1 epoch"
+    if summary["epochs"] != 1:
+        epochs = f"{summary['epochs']} epochs"
     duration = timedelta(seconds=round(summary["seconds"]))
     last = f"top-1 {summary['top1_last']:.2f} %"
     ran = f"after {epochs} in {duration}"
@@ -166,10 +160,10 @@ def _other_accuracies(config: Config, summary: dict[str, Any]) -> dict[str, str]
             "top-1 on the validation images": f"{summary['val_top1_last']:.2f} %",
             selected: f"{summary['val_top1_selected']:.2f} %",
         }
-    last = int(summary["epochs"])
-    earlier = range(max(1, last - 9), last)
-    evaluated = [epoch for epoch in earlier if epoch % config.recipe.evaluate_every == 0]
-    if not evaluated:
+    last = int(summary["epochs"])  # which is always evaluated
+    earlier = range(max(1, last - MEDIAN_EPOCHS + 1), last)
+    number = sum(epoch % config.recipe.evaluate_every == 0 for epoch in earlier)
+    if number == 0:
         return {}
-    title = f"top-1, median of the last {len(evaluated) + 1} evaluated epochs"
+    title = f"top-1, median of the last {number + 1} evaluated epochs"
     return {title: f"{summary['top1_median10']:.2f} %"}

@@ -50,7 +50,7 @@ def suggestions(folder: RunFolder, config: Config, batches: int) -> Iterator[str
     htm = trained.module.htm
     assert htm is not None
     observed = _observed(trained, htm, batches)
-    guessing = math.log(len(trained.source.classes))
+    guessing = math.log(len(trained.data.classes))
     taus = [tau for tau in TAUS if tau < guessing]
     for layer, settings in htm.by_layer.items():
         yield _tables(layer, settings, observed[layer], taus)
@@ -59,7 +59,7 @@ def suggestions(folder: RunFolder, config: Config, batches: int) -> Iterator[str
 def _observed(trained: TrainedRun, htm: HTM, batches: int) -> dict[int, list[Observed]]:
     """Returns what each HTM layer sees if none of them mixes, batch by batch."""
     config, model = trained.config, trained.module.model
-    num_classes = len(trained.source.classes)
+    num_classes = len(trained.data.classes)
     module = attach(model, num_classes, htm=dataclasses.replace(htm, tau=0.0))
     module.scorenets = trained.module.scorenets
     module.train()
@@ -86,21 +86,22 @@ def _tables(layer: int, htm: HTM, observed: list[Observed], taus: Sequence[float
     tau = cast(float, htm.tau)
     rho = htm.rho_for(observed[0].saliency.shape[1])
     difficulty = torch.cat([batch.difficulty for batch in observed]).numpy()
-    note, matched = [], tau  # the tau below which samples are paired
+    note = []
+    matched = tau  # samples that are easier than this are paired
     if not (difficulty < tau).any():
         note = ["None is easy: tokens and labels below are of all samples."]
         matched = math.inf
-    easy = {x: float((difficulty < x).mean()) for x in sorted({*taus, tau})}
+    easy = {x: {"easy samples": (difficulty < x).mean()} for x in sorted({*taus, tau})}
     pairs = {x: _pairs(htm, observed, matched, x) for x in sorted({*RHOS, rho, 2 * rho, 4 * rho})}
     exchanged = {
-        "tokens replaced": {x: of_rho.tokens for x, of_rho in pairs.items()},
-        "label given to the donor's": {x: of_rho.labels for x, of_rho in pairs.items()},
+        x: {"tokens replaced": found.tokens, "label given to the donor's": found.labels}
+        for x, found in pairs.items()
     }
     texts = [
         f"\nlayer {layer}: tau = {tau:g}, rho = {rho:g}",
         _markdown(_quantiles(difficulty, pairs[rho].difference)),
         *note,
-        _markdown(_shares("tau", tau, {"easy samples": easy})),
+        _markdown(_shares("tau", tau, easy)),
         _markdown(_shares("rho", rho, exchanged)),
     ]
     return "\n\n".join(texts)
@@ -115,9 +116,9 @@ def _quantiles(difficulty: np.ndarray, difference: np.ndarray) -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, orient="index", columns=titles).rename_axis("")
 
 
-def _shares(name: str, own: float, rows: Mapping[str, Mapping[float, float]]) -> pd.DataFrame:
+def _shares(name: str, own: float, columns: Mapping[float, Mapping[str, float]]) -> pd.DataFrame:
     """Returns rows of percentages, with a column for each value of tau or rho."""
-    shares = pd.DataFrame(rows).T.map("{:.1%}".format).rename_axis(name)
+    shares = pd.DataFrame(columns).map("{:.1%}".format).rename_axis(name)
     return shares.rename(columns=lambda x: f"{x:g} *" if x == own else f"{x:g}")
 
 

@@ -37,13 +37,13 @@ class TrainedRun(NamedTuple):
 
     config: Config
     module: TokenMixup
-    source: Data
+    data: Data
     device: torch.device
 
     def order(self) -> list[int]:
         """Returns the indices of its training images, shuffled by its seed."""
         rng = np.random.default_rng(self.config.seed)
-        return rng.permutation(len(self.source.train)).tolist()
+        return rng.permutation(len(self.data.train)).tolist()
 
     def loaded(self, images: TrainingImages, indices: list[int]) -> tuple[Tensor, Tensor]:
         """Returns `b 3 h w` (uint8) and `b` on its device, as in the first epoch."""
@@ -66,21 +66,21 @@ def load_trained(config: Config, folder: RunFolder) -> TrainedRun:
     """
     if config.augmentation.htm is None:
         raise UserError(f"run={folder.path}: was trained without htm")
-    source = opened(config.dataset)
+    data = opened(config.dataset)
     stack = dataclasses.replace(config.augmentation, manifold_mixup=None)
-    module = build_module(without_weights(config.model), stack, len(source.classes))
+    module = build_module(without_weights(config.model), stack, len(data.classes))
     path, state = read_newest(folder.checkpoints() or [folder.last_path])
     module.load_state_dict(module_state(f"checkpoint={path}", state, module))
     module.model.eval()
     device = torch.device("cpu")
     if config.device != "cpu" and torch.cuda.is_available():
         device = torch.device("cuda")
-    return TrainedRun(config, module.to(device), source, device)
+    return TrainedRun(config, module.to(device), data, device)
 
 
 def training_batches(trained: TrainedRun, size: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields augmented images and classes in an order that depends on the seed of the run."""
-    images = build_training_images(trained.config, trained.source.train)
+    images = build_training_images(trained.config, trained.data.train)
     order = trained.order()
     size = min(size, len(order))
     for batch in range(min(count, len(order) // size)):
@@ -90,12 +90,12 @@ def training_batches(trained: TrainedRun, size: int, count: int) -> Iterator[tup
 
 def some_images(trained: TrainedRun) -> Sample:
     """Draws training images by the seed of the run."""
-    config, source = trained.config, trained.source
+    config, data = trained.config, trained.data
     count = min(BATCH, config.recipe.batch_size)
     if trained.device.type == "cpu" and config.model.image_size > 64:
         count = min(ON_A_CPU, count)
-    images = TrainingImages(source.train, build_evaluation_transform(config), config.seed)
+    images = TrainingImages(data.train, build_evaluation_transform(config), config.seed)
     pixels, classes = trained.loaded(images, trained.order()[:count])
     normalize = build_normalize(config.dataset.mean, config.dataset.std, trained.device)
-    targets = mixup_target(classes, len(source.classes), 1.0, config.recipe.label_smoothing)
+    targets = mixup_target(classes, len(data.classes), 1.0, config.recipe.label_smoothing)
     return Sample(normalize(pixels), classes, targets)

@@ -1,1 +1,1 @@
-"""Studies: the runs of the paper's tables and sweeps, their launchers and results."""
+"""Studies: rows to train, and the tables of runs."""

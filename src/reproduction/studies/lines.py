@@ -4,18 +4,17 @@ A comparison is a pair of rows. Tests are two-sided paired t-tests over the seed
 corrected by Holm (1979).
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import nan
 from typing import Any
 
 import pandas as pd
 
 from reproduction.identity import RowId
-from reproduction.studies.results import Run
+from reproduction.studies.results import Outcome, Run
 
-LEAST_PAIRS = 3  # for a test: two give an interval of 13 standard errors each way
+LEAST_PAIRS = 3  # for a test: with two, the 95 % interval is +-12.7 standard errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,26 +22,27 @@ class Entry:
     """A row before it has numbers."""
 
     id: RowId
-    heads: dict[str, str]  # what names it, by the titles of columns
-    key: str = ""  # of its runs; what is quoted has none
-    against: RowId | None = None
+    heads: dict[str, str]  # what names it, by the titles of columns, which all rows share
+    row_hash: str = ""  # of its runs; a row that is quoted has none
+    against: RowId | None = None  # a row of other runs
     against_text: str = ""
     role: str = ""
-    printed: Mapping[Any, float] = field(default_factory=dict)  # by measure
-    printed_difference: float = nan
-    state: str = ""
+    printed: Mapping[Any, float] = field(default_factory=dict)  # by measure, on the test set
+    status_text: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Test:
-    """A row less the one that it is compared with, over common seeds."""
+@dataclass(kw_only=True)
+class Comparison:
+    """The difference of a row from another one, over the seeds that both have."""
 
-    pairs: int
-    difference: float
-    below: int  # pairs in which the row is less
+    printed_difference: float = nan  # the paper's
+    pairs: float = nan
+    difference: float = nan
+    below: float = nan  # pairs in which the row is less
     low: float = nan  # of the 95 % interval
     high: float = nan
     p: float = nan
+    p_holm: float = nan
 
 
 @dataclass(kw_only=True)
@@ -50,12 +50,11 @@ class Line:
     """A row with its numbers, judged by an outcome."""
 
     entry: Entry
-    outcome: str
+    outcome: Outcome
+    is_main: bool  # the table is about this outcome, and has p of no other
     runs: list[Run]
     results: pd.DataFrame  # outcomes and measures, by seed
-    test: Test | None = None
-    p: float = nan
-    p_holm: float = nan
+    comparison: Comparison = field(default_factory=Comparison)
 
     @property
     def n(self) -> int:
@@ -71,61 +70,75 @@ class Line:
         return float(self.values(name).mean())
 
     @property
+    def judged(self) -> pd.Series:
+        """The values of its outcome, by seed."""
+        return self.values(self.outcome.name)
+
+    @property
     def mean(self) -> float:
-        return self.mean_of(self.outcome)
+        return float(self.judged.mean())
 
     @property
     def std(self) -> float:
-        return float(self.values(self.outcome).std())
+        return float(self.judged.std())
+
+    @property
+    def printed(self) -> float:
+        """The paper's value of its outcome; on a validation split it has none."""
+        if self.outcome.split == "validation":
+            return nan
+        return self.entry.printed.get(self.outcome.measure, nan)
 
 
 def lines_of(
-    entries: Sequence[Entry], runs: Sequence[Run], outcome: str, is_tested: bool = True
+    entries: Sequence[Entry], runs: Sequence[Run], outcome: Outcome, is_main: bool = True
 ) -> list[Line]:
     """Returns the lines of rows, judged by an outcome of these runs.
 
     A row that is `untested` has no p; one that is `primary` is not corrected for the others.
     """
-    by_key = defaultdict[str, list[Run]](list)
-    for run in runs:
-        by_key[run.key].append(run)
     lines = {}
     for entry in entries:
-        own = by_key[entry.key]
+        own = [run for run in runs if run.row_hash == entry.row_hash]
         results = pd.DataFrame.from_dict({run.seed: run.numbers for run in own}, orient="index")
-        lines[entry.id] = Line(entry=entry, outcome=outcome, runs=own, results=results)
+        lines[entry.id] = Line(
+            entry=entry, outcome=outcome, is_main=is_main, runs=own, results=results
+        )
 
     family = {}  # p of the tests that are corrected for each other
     for line in lines.values():
         entry = line.entry
-        if entry.against is None or lines[entry.against].entry.key == entry.key:
+        if entry.against is None:
             continue
-        line.test = paired(line.values(outcome), lines[entry.against].values(outcome))
-        if is_tested and entry.role != "untested":
-            line.p = line.test.p
-            if not entry.role:
-                family[entry.id] = line.p
-    for row, adjusted in holm(pd.Series(family, dtype=float)).items():
-        lines[row].p_holm = adjusted
+        base = lines[entry.against]
+        line.comparison = paired(line.judged, base.judged)
+        line.comparison.printed_difference = line.printed - base.printed
+        if entry.role == "untested" or not is_main:
+            line.comparison.p = nan
+        elif not entry.role:
+            family[entry.id] = line.comparison.p
+    adjusted = holm(pd.Series(family, dtype=float))
+    for row in adjusted.index:
+        lines[row].comparison.p_holm = adjusted[row]
     return [*lines.values()]
 
 
-def paired(ours: pd.Series, base: pd.Series) -> Test:
+def paired(ours: pd.Series, base: pd.Series) -> Comparison:
     """Compares values by seed. A test needs three pairs whose differences are not all equal."""
     both = pd.DataFrame({"ours": ours, "base": base}).dropna()
     gap = both.ours - both.base
-    test = Test(pairs=len(gap), difference=gap.mean(), below=int((gap < 0).sum()))
-    if test.pairs < LEAST_PAIRS or gap.max() - gap.min() <= 1e-9:
-        return test
-    from scipy.stats import ttest_rel  # takes seconds to import
+    found = Comparison(pairs=len(gap), difference=gap.mean(), below=int((gap < 0).sum()))
+    if len(gap) >= LEAST_PAIRS and gap.max() - gap.min() > 1e-9:
+        from scipy.stats import ttest_rel  # takes seconds to import
 
-    found = ttest_rel(both.ours, both.base)
-    low, high = found.confidence_interval()
-    return replace(test, low=low, high=high, p=found.pvalue)
+        test = ttest_rel(both.ours, both.base)
+        found.low, found.high = test.confidence_interval()
+        found.p = test.pvalue
+    return found
 
 
-def holm(p: pd.Series) -> Mapping[RowId, float]:
+def holm(p: pd.Series) -> pd.Series:
     """Returns Holm's adjusted p-values of a family of tests."""
     ranked = p.dropna().sort_values(kind="stable")
     tests_left = [*range(len(ranked), 0, -1)]
-    return dict((ranked * tests_left).clip(upper=1).cummax())
+    return (ranked * tests_left).clip(upper=1).cummax()

@@ -3,26 +3,27 @@
 import base64
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote
 
 import pandas as pd
 import torch
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Environment
 
 from reproduction.models.build import build_module, count_parameters, without_weights
 from reproduction.points import compose
 from reproduction.reporting.drawing import CAPTIONS
-from reproduction.studies.lines import Line
 from reproduction.studies.plots import draw_beside, draw_sweep
 from reproduction.studies.results import Run
-from reproduction.studies.study import Size
-from reproduction.studies.study_table import Planned
-from reproduction.studies.table import REPORT, Section, Table, shown
-from reproduction.studies.text import number
+from reproduction.studies.study import PrintedModel
+from reproduction.studies.study_table import PartOfStudy
+from reproduction.studies.table import REPORT, Table, frame_of
+from reproduction.studies.text import formatted
 from reproduction.system import write_text
 
+TEMPLATE = Path(__file__).with_name("page.html.jinja")
 HOW_TO_READ = """\
 Mean +/- standard deviation over n seeds of accuracies and of the held-out cross-entropy after the
 last epoch, on the test set of CIFAR, the validation set of ImageNet. Median: of the last ten
@@ -33,95 +34,52 @@ loss falls; p: by a two-sided paired t-test, then corrected by Holm for the othe
 table. Intervals are not corrected for their number."""
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     text: str
     to: str  # relative to the page
 
 
-@dataclass(frozen=True)
-class Block:
-    """Lines of a section as they stand on the page: a row of texts, with links to its runs."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-    links: list[list[list[Link]]] = field(default_factory=list)  # of each run of each row
-
-
-@dataclass(frozen=True)
-class Picture:
+class Picture(NamedTuple):
     title: str
     png: str  # in base64
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
+class Chapter(NamedTuple):
     """A study on the page."""
 
-    name: str
+    part: PartOfStudy
     table: Table
-    finished: int
-    plots: list[Picture]
-    run: list[Block]
-    not_run: list[Block]
-    measured: list[Block]
-    sizes: list[Block]
+    plots: list[Picture]  # none if no run is finished
     figures: list[Picture]
 
 
-def write_page(plans: Sequence[Planned], tables: Sequence[Table], outputs: Path) -> Path:
+def write_page(parts: Sequence[PartOfStudy], tables: Sequence[Table], outputs: Path) -> Path:
     """Writes the tables with their plots as a page; returns its path."""
     folder = outputs / REPORT
     folder.mkdir(parents=True, exist_ok=True)
-    parts = [part_of(plan, table, folder) for plan, table in zip(plans, tables, strict=True)]
-    marks = dict.fromkeys(text for plan in plans for text in plan.about)
+    chapters = [
+        Chapter(part, table, [*_plots(table, folder)], [*_figures(part, table)])
+        for part, table in zip(parts, tables, strict=True)
+    ]
     name = "index"
-    if len(plans) == 1:
-        name = plans[0].file
-    files = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-    text = files.get_template("page.html.jinja").render(
-        parts=parts,
-        marks=marks,
-        how_to_read=HOW_TO_READ,
-    )
+    if len(parts) == 1:
+        name = parts[0].file
     path = folder / f"{name}.html"
+    page = Environment(autoescape=True).from_string(TEMPLATE.read_text())
+    text = page.render(
+        chapters=chapters,
+        warnings=dict.fromkeys(text for part in parts for text in part.about),
+        how_to_read=HOW_TO_READ,
+        frame_of=frame_of,
+        sizes_of=sizes_of,
+        links_of=partial(links_of, folder),
+    )
     write_text(path, text)
     return path
 
 
-def part_of(plan: Planned, table: Table, folder: Path) -> Part:
-    """Returns a study as it stands on the page."""
-    counts = []
-    if plan.study.sizes:
-        counts = [_plain_block("", sizes(plan.study.sizes))]
-    return Part(
-        name=Path(plan.name).stem,
-        table=table,
-        finished=len(table.counted.runs),
-        plots=[*_plots(table, folder)],
-        run=[_block(x, x.finished, folder) for x in table.sections if x.finished],
-        not_run=[_block(x, x.missing, folder) for x in table.tested if x.missing],
-        measured=[_plain_block(title, texts) for title, texts in table.extras.items()],
-        sizes=counts,
-        figures=[*_figures(plan, table)],
-    )
-
-
-def _block(section: Section, lines: Sequence[Line], folder: Path) -> Block:
-    texts = shown(lines, section.is_tested)
-    links = [[_links(run, folder) for run in line.runs] for line in lines]
-    return Block(section.title, [*texts.columns], texts.to_numpy().tolist(), links)
-
-
-def _plain_block(title: str, texts: pd.DataFrame) -> Block:
-    return Block(title, [*texts.columns], texts.to_numpy().tolist())
-
-
-def _links(run: Run, folder: Path) -> list[Link]:
+def links_of(folder: Path, run: Run) -> list[Link]:
     """Links to the folder of a run, and to its report and pictures."""
-    if run.path is None:
-        return []
     place = Path(os.path.relpath(run.path, folder))
     links = [Link(run.name, f"{quote(str(place))}/")]
     for name in ("report.md", *CAPTIONS):
@@ -132,10 +90,10 @@ def _links(run: Run, folder: Path) -> list[Link]:
 
 
 def _plots(table: Table, folder: Path) -> Iterator[Picture]:
-    """Draws each section of what is tested beside the paper's values, and the points of a sweep."""
-    for section in table.tested:
+    """Draws each main section beside the paper's values, or the values of a sweep."""
+    for section in table.main_sections:
         if section.finished:
-            name = "-".join(x for x in (table.name, section.title) if x)
+            name = f"{table.name}-{section.title}".removesuffix("-")
             path = folder / f"{name}.png"
             is_sweep = draw_sweep(path, section)
             if not is_sweep:
@@ -143,13 +101,13 @@ def _plots(table: Table, folder: Path) -> Iterator[Picture]:
             yield Picture(section.title, as_text(path))
 
 
-def _figures(plan: Planned, table: Table) -> Iterator[Picture]:
+def _figures(part: PartOfStudy, table: Table) -> Iterator[Picture]:
     """Yields the pictures that the first run of a row has drawn."""
-    for title, place in plan.study.figures.items():
+    lines = [line for section in table.main_sections for line in section.finished]
+    for title, place in part.study.figures.items():
         row, _, name = place.partition("/")
-        lines = [line for section in table.tested for line in section.finished]
         runs = [run for line in lines if line.entry.id.row == row for run in line.runs]
-        drawn = [run.path / name for run in runs if run.path and (run.path / name).exists()]
+        drawn = [run.path / name for run in runs if (run.path / name).exists()]
         if drawn:
             yield Picture(title, as_text(drawn[0]))
 
@@ -158,15 +116,15 @@ def as_text(picture: Path) -> str:
     return base64.b64encode(picture.read_bytes()).decode()
 
 
-def sizes(each: Mapping[str, Size]) -> pd.DataFrame:
+def sizes_of(models: Mapping[str, PrintedModel]) -> pd.DataFrame:
     """Counts the parameters of models, built without memory, beside the printed ones."""
     rows = []
-    for name, size in each.items():
-        config = compose(size.overrides)
+    for name, model in models.items():
+        config = compose(model.overrides)
         with torch.device("meta"):
-            model = without_weights(config.model)
-            module = build_module(model, config.augmentation, size.classes)
+            plain = without_weights(config.model)
+            module = build_module(plain, config.augmentation, model.classes)
         ours = f"{count_parameters(module) / 1e6:.2f}"
-        printed = number(size.parameters, "g")
+        printed = formatted(model.parameters, "g")
         rows.append({"row": name, "parameters [M]": ours, "paper [M]": printed})
     return pd.DataFrame(rows)

@@ -2,25 +2,21 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
-from reproduction.config import ROOT, Config
 from reproduction.folder import RunFolder
-from reproduction.identity import flat, run_hash, settings
+from reproduction.identity import run_hash
 from reproduction.points import Point
 from reproduction.studies.page import HOW_TO_READ
-from reproduction.studies.results import config_of, counted, read_store
+from reproduction.studies.results import config_of, published_config, read_store
 from reproduction.studies.study import FULL, Study, plan, read
-from reproduction.studies.study_table import planned, study_table
-from reproduction.studies.table import markdown
-from reproduction.studies.text import number
+from reproduction.studies.study_table import parts_of, study_table
+from reproduction.studies.table import as_markdown
+from reproduction.studies.text import formatted
 from reproduction.system import UserError, write_text
 
-RESULTS = ROOT / "results"
 COPIED = (  # from summary.json into a line of results/
     "seed",
     "top1_last",
@@ -58,7 +54,7 @@ the paper's. Runs of pilots were not kept.
 """
 
 
-def results_page(results: Path = RESULTS) -> str:
+def results_page(results: Path) -> str:
     """Returns docs/results.md: the studies that have run, then those that are registered."""
     lines = [INTRODUCTION]
     registered = []
@@ -75,19 +71,19 @@ def results_page(results: Path = RESULTS) -> str:
 def _section(path: Path, study: Study) -> Iterator[str]:
     """Yields Markdown of a study and its published runs."""
     runs = read_store(path.with_suffix(".jsonl"))
-    (whole,) = planned(_points(path, study))
-    table = study_table(whole, runs)
+    (whole,) = parts_of(_points(path, study))
+    table = study_table(whole, runs, path.parent)
     file = f"results/{path.name}"
     yield f"\n## {study.title}\n\n{study.about.strip()}\n"
     yield (
         f"Fixed before the first run by [`{file}`](../{file}), which `make study FILE={file}` "
         f"trains. {study.pilot.strip()}\n"
     )
-    yield f"{len(counted(runs).runs)} of {table.planned} runs are finished.\n"
-    yield from table.lines(level=3)
+    yield f"{len(table.counted.runs)} of {whole.num_runs} runs are finished.\n"
+    yield table.markdown(level=3)
     if study.source:
         yield f"\nQuoted, not trained here: {study.source.strip()}.\n"
-        yield markdown(_quoted(study))
+        yield as_markdown(_quoted(study))
 
 
 def _points(path: Path, study: Study) -> list[Point]:
@@ -99,7 +95,7 @@ def _quoted(study: Study) -> pd.DataFrame:
     rows = []
     for name, columns in study.quoted.items():
         for column, printed in columns.items():
-            text = number(printed.get("top1"), ".2f")
+            text = formatted(printed.get("top1"), ".2f")
             rows.append({"row": name, "column": column, "top-1 [%]": text})
     return pd.DataFrame(rows)
 
@@ -108,30 +104,21 @@ def publish(run: Path, file: Path) -> None:
     """Adds the line of a finished run of a study to its .jsonl, in place of one of the same run."""
     folder = RunFolder(run.resolve())
     rows = {run_hash(point.config): point.config for point in _points(file, read(file))}
-    identity = run_hash(folder.read_config())
-    row = rows.get(identity)
+    own_hash = run_hash(folder.read_config())
+    row = rows.get(own_hash)
     summary = folder.read_summary()
-    missing = [name for name in COPIED if name not in summary]
     has_validation = "selected_epoch" in summary
-    is_whole = folder.is_finished() and not has_validation and not missing
-    if row is None or not is_whole:
-        lacks = ""
-        if missing:
-            lacks = f"; summary.json lacks {', '.join(missing)}"
-        raise UserError(f"run={run}: must be a finished run of {file}, without validation{lacks}")
+    if row is None or has_validation or not folder.is_finished():
+        raise UserError(f"run={run}: must be a finished run of {file}, without validation")
+    missing = [name for name in COPIED if name not in summary]
+    if missing:
+        raise UserError(f"run={run}: summary.json lacks {', '.join(missing)}")
     line = {"name": summary.get("name") or folder.path.name}  # of a copy the original's
     line |= {name: summary[name] for name in COPIED}
-    line |= {"hours": round(summary["seconds"] / 3600, 3), "config": _published(row)}
+    line |= {"hours": round(summary["seconds"] / 3600, 3), "config": published_config(row)}
     path = file.with_suffix(".jsonl")
     lines = []
     if path.exists():
         lines = path.read_text().splitlines()
-    others = [text for text in lines if run_hash(config_of(json.loads(text))) != identity]
+    others = [text for text in lines if run_hash(config_of(json.loads(text))) != own_hash]
     write_text(path, "\n".join([*others, json.dumps(line)]) + "\n")
-
-
-def _published(config: Config) -> dict[str, Any]:
-    """Returns what determines the result of a run, as `config_of` reads it; paths as typed."""
-    identity = settings(config)
-    written = {name: value for name, value in flat(asdict(config)) if name in identity}
-    return json.loads(json.dumps(written), parse_constant={"Infinity": "inf"}.__getitem__)

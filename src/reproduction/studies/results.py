@@ -2,17 +2,17 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from reproduction.config import Config
 from reproduction.folder import RunFolder
-from reproduction.identity import digest, nested, row_hash, saved
-from reproduction.identity import settings as settings_of
+from reproduction.identity import digest, flat, nested, row_hash, saved, settings
 from reproduction.system import UserError, first_line, in_one_line, reason_of
 
-LAST_EPOCHS = 10  # of the best one of which some protocols report the accuracy
+STACK = "augmentation.mixing"  # the names of the stack, as if they were a setting
+LAST_EPOCHS = 10  # some protocols report the best of them
 MEASURES = (  # of a run, beside its outcomes; tables have their means
     "top1_median10",
     "top1_best",
@@ -26,30 +26,34 @@ MEASURES = (  # of a run, beside its outcomes; tables have their means
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What rows are judged by: of the last epoch, on one half of the held-out images."""
+    """A number of the last epoch by which rows are judged."""
 
     measure: str
-    half: str
+    split: Literal["test", "validation"]  # on the test set, or on the validation split
     title: str
     unit: str = "%"
     gap: str = "points"  # the unit of a difference
     spec: str = ".2f"
 
+    @property
+    def name(self) -> str:
+        return f"{self.measure} on {self.split}"
+
 
 NATS: Any = {"unit": "nats", "gap": "nats", "spec": ".3f"}
+ON_TEST = Outcome(measure="top1", split="test", title="top-1")
+ON_VALIDATION = Outcome(measure="top1", split="validation", title="validation top-1")
 OUTCOMES = {
-    f"{outcome.measure} on {outcome.half}": outcome
+    outcome.name: outcome
     for outcome in (
-        Outcome(measure="top1", half="test", title="top-1"),
-        Outcome(measure="loss", half="test", title="held-out loss", **NATS),
-        Outcome(measure="top5", half="test", title="top-5"),
-        Outcome(measure="top1", half="validation", title="validation top-1"),
-        Outcome(measure="loss", half="validation", title="validation loss", **NATS),
-        Outcome(measure="top5", half="validation", title="validation top-5"),
+        ON_TEST,
+        Outcome(measure="loss", split="test", title="held-out loss", **NATS),
+        Outcome(measure="top5", split="test", title="top-5"),
+        ON_VALIDATION,
+        Outcome(measure="loss", split="validation", title="validation loss", **NATS),
+        Outcome(measure="top5", split="validation", title="validation top-5"),
     )
 }
-ON_TEST = "top1 on test"
-ON_VALIDATION = "top1 on validation"
 
 
 # --- runs ---------------------------------------------------------------------------------------
@@ -57,30 +61,35 @@ ON_VALIDATION = "top1 on validation"
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is known of a run. One whose folder cannot be read is `unusable`, and has no key."""
+    """What is known of a run. One whose folder cannot be read is `unusable`, without settings."""
 
-    name: str
-    path: Path | None = None  # of its folder; a published run has none
+    path: Path  # of its folder; a published run has no more than its name
     status: str
-    state: str  # its status in words
+    status_text: str  # also says how far it is, and why it is not further
     written: float = 0.0  # time of its summary
-    key: str = ""  # the identity that the runs of all seeds share
+    row_hash: str = ""  # the identity that the runs of all seeds share
     seed: int = 0
-    settings: dict[str, Any] = field(default_factory=dict)  # but for the seed
-    stack: str = "none"
-    data: dict[str, str] = field(default_factory=dict)  # the record of its images and weights
+    settings: dict[str, Any] = field(default_factory=dict)  # by `row_settings`
+    record: dict[str, str] = field(default_factory=dict)  # of its images and weights
     git_revision: str | None = None
     numbers: dict[str, float] = field(default_factory=dict)  # outcomes and measures, if finished
 
     @property
-    def place(self) -> Path:
-        return self.path or Path(self.name)
+    def name(self) -> str:
+        return self.path.name
 
     @property
-    def source(self) -> str:
-        """What its settings say of its data: runs with the same should have the same record."""
+    def data_hash(self) -> str:
+        """The hash of the settings of its data: runs that share it should have one record."""
         names = [x for x in self.settings if x.startswith("dataset.") or x == "model.weights"]
         return digest({name: self.settings[name] for name in names})
+
+
+def row_settings(config: Config) -> dict[str, Any]:
+    """Returns the settings that the runs of all seeds share, by dotted key, the stack first."""
+    shared = settings(config)
+    del shared["seed"]
+    return {STACK: "+".join(config.augmentation.stack) or "none", **shared}
 
 
 def read_runs(*places: Path) -> list[Run]:
@@ -101,76 +110,44 @@ def read_run(folder: RunFolder) -> Run:
         written = 0.0
         if folder.summary_path.exists():
             written = folder.summary_path.stat().st_mtime
-        config = folder.read_config()
-        return _run(folder.path.name, config, summary, path=folder.path, written=written)
+        return _run(folder.path, folder.read_config(), summary, written)
     except (UserError, OSError, LookupError, TypeError, ValueError) as error:
         reason = first_line(error)
         if isinstance(error, UserError):
             reason = str(error)
         elif isinstance(error, OSError):
             reason = reason_of(error)
-        return Run(
-            name=folder.path.name,
-            path=folder.path,
-            status="unusable",
-            state=f"unusable: {reason}",
-        )
+        return Run(path=folder.path, status="unusable", status_text=f"unusable: {reason}")
 
 
-def read_store(path: Path) -> list[Run]:
-    """Returns the published runs of a file of results/."""
-    runs = []
-    for text in path.read_text().splitlines():
-        line = json.loads(text)
-        summary = {**line, "status": "finished", "seconds": 3600 * line["hours"]}
-        runs.append(_run(line["name"], config_of(line), summary))
-    return runs
-
-
-def config_of(line: Mapping[str, Any]) -> Config:
-    """Returns the configuration of a published line, which spells an infinity as a word."""
-    settings = json.loads(json.dumps(line["config"]).replace('"inf"', "Infinity"))
-    return saved(nested(settings))
-
-
-def _run(
-    name: str,
-    config: Config,
-    summary: Mapping[str, Any],
-    path: Path | None = None,
-    written: float = 0.0,
-) -> Run:
-    settings = settings_of(config)
-    seed = settings.pop("seed")
+def _run(path: Path, config: Config, summary: Mapping[str, Any], written: float) -> Run:
     numbers = {}
     if summary["status"] == "finished":
         numbers = _numbers(summary)
     return Run(
-        name=name,
         path=path,
         status=summary["status"],
-        state=_state(config, summary),
+        status_text=_status_text(config, summary),
         written=written,
-        key=row_hash(config),
-        seed=seed,
-        settings=settings,
-        stack="+".join(config.augmentation.stack) or "none",
-        data=summary.get("data") or {},
+        row_hash=row_hash(config),
+        seed=config.seed,
+        settings=row_settings(config),
+        record=summary.get("data") or {},
         git_revision=summary.get("git_revision"),
         numbers=numbers,
     )
 
 
-def _state(config: Config, summary: Mapping[str, Any]) -> str:
-    """Says how far a run is, and why it is not further."""
-    state: str = summary["status"]
-    if state == "finished":
-        return state
+def _status_text(config: Config, summary: Mapping[str, Any]) -> str:
+    text: str = summary["status"]
+    if text == "finished":
+        return text
     if summary.get("epochs"):
-        state += f" after epoch {summary['epochs']} of {config.recipe.epochs}"
-    if summary.get("error") and summary["error"] != summary["status"]:  # said once
-        state += f": {in_one_line(summary['error'])}"
-    return state
+        text += f" after epoch {summary['epochs']} of {config.recipe.epochs}"
+    error = summary.get("error")
+    if error and error != summary["status"]:  # that of an interrupted run is "interrupted"
+        text += f": {in_one_line(error)}"
+    return text
 
 
 def _numbers(summary: Mapping[str, Any]) -> dict[str, float]:
@@ -182,13 +159,39 @@ def _numbers(summary: Mapping[str, Any]) -> dict[str, float]:
     found["top1_best10"] = max((line["top1"] for line in late if "top1" in line), default=None)
     found |= {
         "top1 on test": summary["top1_last"],
-        "loss on test": last.get("eval_loss"),
+        "loss on test": last.get("eval_loss"),  # none beside a validation split
         "top5 on test": summary["top5_last"],
         "top1 on validation": summary.get("val_top1_last"),
         "loss on validation": last.get("val_loss"),
         "top5 on validation": last.get("val_top5"),
     }
     return {name: float(value) for name, value in found.items() if value is not None}
+
+
+# --- published lines: JSON has no infinity, so they have the word `inf` ---------------------------
+
+
+def read_store(path: Path) -> list[Run]:
+    """Returns the published runs of a file of results/."""
+    runs = []
+    for text in path.read_text().splitlines():
+        line = json.loads(text)
+        summary = {**line, "status": "finished", "seconds": 3600 * line["hours"]}
+        runs.append(_run(Path(line["name"]), config_of(line), summary, written=0.0))
+    return runs
+
+
+def config_of(line: Mapping[str, Any]) -> Config:
+    """Returns the configuration of a published line."""
+    leaves = json.loads(json.dumps(line["config"]).replace('"inf"', "Infinity"))
+    return saved(nested(leaves))
+
+
+def published_config(config: Config) -> dict[str, Any]:
+    """Returns what determines the result of a run, as `config_of` reads it; paths as typed."""
+    names = settings(config)
+    leaves = {name: value for name, value in flat(asdict(config)) if name in names}
+    return json.loads(json.dumps(leaves), parse_constant=lambda infinity: "inf")
 
 
 # --- the runs that count ------------------------------------------------------------------------
@@ -203,34 +206,34 @@ class Counted:
 
 
 def counted(runs: Sequence[Run]) -> Counted:
-    """Chooses the finished run with the newest summary of each key and seed.
+    """Chooses the finished run with the newest summary of each row and seed.
 
     Of runs on the same data set those count whose record is that of the newest: results on images
     that have changed are not merged.
     """
     chosen: dict[tuple[str, int], Run] = {}
-    records: dict[str, dict[str, str]] = {}
+    records: dict[str, dict[str, str]] = {}  # of each data set, as its newest runs have it
     reasons: dict[Path, str] = {}
     for run in sorted(runs, key=lambda run: (run.written, run.name), reverse=True):
-        newer = chosen.get((run.key, run.seed))
-        record = records.get(run.source, {})
-        changed = [x for x in run.data if x in record and run.data[x] != record[x]]
+        newer = chosen.get((run.row_hash, run.seed))
+        record = {**run.record, **records.get(run.data_hash, {})}
+        changed = [name for name in run.record if run.record[name] != record[name]]
         if run.status != "finished":
-            reasons[run.place] = run.state
+            reasons[run.path] = run.status_text
         elif newer is not None:
-            reasons[run.place] = f"{newer.name} has the same settings and is newer"
+            reasons[run.path] = f"{newer.name} has the same settings and is newer"
         elif changed:
-            reasons[run.place] = f"the newest run on this data set has other {', '.join(changed)}"
+            reasons[run.path] = f"the newest run on this data set has other {', '.join(changed)}"
         else:
-            chosen[run.key, run.seed] = run
-            records[run.source] = {**run.data, **record}  # what newer runs say counts
-    kept = sorted(chosen.values(), key=lambda run: (run.key, run.seed))
-    left_out = {run.place: reasons[run.place] for run in runs if run.place in reasons}
+            chosen[run.row_hash, run.seed] = run
+            records[run.data_hash] = record
+    kept = sorted(chosen.values(), key=lambda run: (run.row_hash, run.seed))
+    left_out = {run.path: reasons[run.path] for run in runs if run.path in reasons}
     return Counted(kept, left_out)
 
 
-def judged_by(runs: Sequence[Run]) -> str:
+def judged_by(runs: Sequence[Run]) -> Outcome:
     """Returns what runs are judged by unless a study says it: validation, if all have a split."""
-    if runs and all(ON_VALIDATION in run.numbers for run in runs):
+    if runs and all(ON_VALIDATION.name in run.numbers for run in runs):
         return ON_VALIDATION
     return ON_TEST

@@ -1,10 +1,9 @@
 """The table of a study: its rows with what is printed of them, its looks, its latencies."""
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import nan
 from pathlib import Path
 
 import pandas as pd
@@ -12,7 +11,7 @@ import pandas as pd
 from reproduction.identity import RowId, changes_result, digest
 from reproduction.points import Point
 from reproduction.studies.lines import Entry, Line, lines_of
-from reproduction.studies.results import OUTCOMES, Run, counted, judged_by
+from reproduction.studies.results import OUTCOMES, Outcome, Run, counted, judged_by
 from reproduction.studies.study import PAPERS, Cell, Study, cells, comparisons, studies
 from reproduction.studies.table import REPORT, Section, Table
 from reproduction.studies.text import judged_on
@@ -23,23 +22,23 @@ REFERENCE = "attention"  # of the ratios of latencies
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
-    """What of a study is planned."""
+class PartOfStudy:
+    """The rows and seeds of a study that a command asks for."""
 
-    name: str  # as typed
+    name: str  # of the study, as typed
     study: Study
     cells: list[Cell]
-    keys: dict[RowId, str]  # of each cell, which the runs of its seeds share
+    row_hashes: dict[RowId, str]  # of each cell, which the runs of its seeds share
     seeds: list[int]
     more: list[str]  # settings that are not the study's
 
     @property
-    def runs(self) -> int:
-        return len({*self.keys.values()}) * len(self.seeds)
+    def num_runs(self) -> int:
+        return len({*self.row_hashes.values()}) * len(self.seeds)
 
     @property
     def file(self) -> str:
-        """The name of its files: the study's, and what distinguishes this from all of it."""
+        """The name of its files: the study's, and what distinguishes it from the whole study."""
         study, parts = self.study, [Path(self.name).stem]
         rows = list(dict.fromkeys(cell.id.row for cell in self.cells))
         if rows != list(study.rows):
@@ -59,78 +58,88 @@ class Planned:
         return [f"With {words}; seeds {', '.join(map(str, self.seeds))}."]
 
 
-def planned(points: Sequence[Point]) -> list[Planned]:
+def parts_of(points: Sequence[Point]) -> list[PartOfStudy]:
     """Returns the studies that these points are the runs of, the paper's in its order."""
-    typed = dict.fromkeys(row.study for point in points for row in point.rows)
-    names = [name for name in PAPERS if name in typed] or [*typed]  # a file is planned alone
-    return [_planned(name, points) for name in names]
+    names = list(dict.fromkeys(row.study for point in points for row in point.rows))
+    papers = [name for name in PAPERS if name in names]
+    if papers:  # a file is planned alone
+        names = papers
+    return [_part(name, points) for name in names]
 
 
-def _planned(name: str, points: Sequence[Point]) -> Planned:
+def _part(name: str, points: Sequence[Point]) -> PartOfStudy:
     (study,) = studies(name).values()
     own = [point for point in points if any(row.study == name for row in point.rows)]
-    keys = {row: point.row_hash for point in own for row in point.rows}
-    each = [cell for cell in cells(name, study) if cell.id in keys]
+    row_hashes = {row: point.row_hash for point in own for row in point.rows if row.study == name}
+    each = [cell for cell in cells(name, study) if cell.id in row_hashes]
     written = {word for cell in each for word in cell.words}
-    words = dict.fromkeys(word for point in own for word in point.words)
-    return Planned(
+    more = []
+    for word in dict.fromkeys(word for point in own for word in point.words):
+        key = key_of(word)
+        is_setting = key not in ("seed", "row") and changes_result(key)
+        if is_setting and word not in written:
+            more.append(word)
+    return PartOfStudy(
         name=name,
         study=study,
         cells=each,
-        keys={cell.id: keys[cell.id] for cell in each},
+        row_hashes=row_hashes,
         seeds=sorted({point.config.seed for point in own}),
-        more=[word for word in words if word not in written and _is_setting(word)],
+        more=more,
     )
 
 
-def _is_setting(word: str) -> bool:
-    return key_of(word) not in ("seed", "row") and changes_result(key_of(word))
-
-
-def study_table(plan: Planned, runs: Sequence[Run], outputs: Path | None = None) -> Table:
-    """Returns the table of a study: what is tested, by column, then the other outcomes.
+def study_table(part: PartOfStudy, runs: Sequence[Run], outputs: Path) -> Table:
+    """Returns the table of a study: the main outcome by column, then the others.
 
     `outputs` holds the report of the runs, with what else was measured there.
     """
-    study = plan.study
-    of_rows = {*plan.keys.values()}
-    chosen = counted([run for run in runs if run.key in of_rows and run.seed in plan.seeds])
+    study = part.study
+    row_hashes = {*part.row_hashes.values()}
+    chosen = counted([run for run in runs if run.row_hash in row_hashes and run.seed in part.seeds])
     shown = chosen.runs
     notes = [*study.notes]
-    if study.looks and not plan.more:
-        seeds, note = look(study, len(of_rows), chosen.runs)
+    if study.looks and not part.more:
+        seeds, note = look(study, len(row_hashes), chosen.runs)
         shown = [run for run in chosen.runs if run.seed in seeds]
         notes.insert(0, note)
-    entries = entries_of(plan)
-    tested = study.tested or judged_by(shown)
-    sections = _sections(entries, shown, tested, is_tested=True)
-    for outcome in OUTCOMES:
-        if outcome != tested:
-            others = _sections(entries, shown, outcome, is_tested=False)
+    entries = entries_of(part)
+    main = judged_by(shown)
+    if study.tested is not None:
+        main = OUTCOMES[study.tested]
+    sections = _sections(entries, shown, main, is_main=True)
+    for outcome in OUTCOMES.values():
+        if outcome != main:
+            others = _sections(entries, shown, outcome, is_main=False)
             sections += [section for section in others if section.finished]
     return Table(
-        name=plan.file,
+        name=part.file,
         title=study.title,
-        about=[*plan.about, *judged_on(tested)],
+        about=[*part.about, *judged_on(main)],
         sections=sections,
         counted=chosen,
         notes=notes,
-        extras={} if outputs is None else latencies(study, outputs),
-        planned=plan.runs,
+        extras=latencies(study, outputs),
     )
 
 
 def _sections(
-    entries: Sequence[Entry], runs: Sequence[Run], outcome: str, is_tested: bool
+    entries: Sequence[Entry], runs: Sequence[Run], outcome: Outcome, is_main: bool
 ) -> list[Section]:
     """Returns the lines of all rows, judged by an outcome, by column."""
     by_column = defaultdict[str, list[Line]](list)
-    for line in lines_of(entries, runs, outcome, is_tested):
+    for line in lines_of(entries, runs, outcome, is_main):
         by_column[line.entry.id.column].append(line)
-    return [
-        Section(title=_title(column, outcome, is_tested), lines=lines, is_tested=is_tested)
-        for column, lines in by_column.items()
-    ]
+    sections = []
+    for column, lines in by_column.items():
+        if is_main:
+            title = column
+        elif column:
+            title = f"{column}: {outcome.title}"
+        else:
+            title = outcome.title.capitalize()
+        sections.append(Section(title=title, lines=lines))
+    return sections
 
 
 def latencies(study: Study, outputs: Path) -> dict[str, pd.DataFrame]:
@@ -154,55 +163,45 @@ def latencies(study: Study, outputs: Path) -> dict[str, pd.DataFrame]:
     return {f"Latency: {measured['about']}": pd.DataFrame(rows)}
 
 
-def _title(column: str, outcome: str, is_tested: bool) -> str:
-    title = OUTCOMES[outcome].title.capitalize()
-    if is_tested:
-        return column
-    if column:
-        return f"{column}: {title[0].lower()}{title[1:]}"
-    return title
-
-
-def entries_of(plan: Planned) -> list[Entry]:
+def entries_of(part: PartOfStudy) -> list[Entry]:
     """Returns the rows of a study, with what is printed, then those that it quotes."""
-    each = {cell.id: cell for cell in plan.cells}
-    pairs = comparisons(plan.cells)
+    each = {cell.id: cell for cell in part.cells}
+    pairs = comparisons(part.cells)
     entries = []
-    for cell in plan.cells:
+    for cell in part.cells:
         entry = Entry(
             id=cell.id,
             heads={"row": cell.text},
-            key=plan.keys[cell.id],
-            role=cell.row.role,
-            printed=cell.row.printed,
+            row_hash=part.row_hashes[cell.id],
+            role=cell.settings.role,
+            printed=cell.settings.printed,
         )
-        if cell.id in pairs:
-            base = each[pairs[cell.id]]
-            gap = cell.row.printed.get("top1", nan) - base.row.printed.get("top1", nan)
-            entry = replace(entry, against=base.id, against_text=base.text, printed_difference=gap)
+        base = pairs.get(cell.id)
+        if base is not None and part.row_hashes[base] != entry.row_hash:  # two rows may be one run
+            entry = replace(entry, against=base, against_text=each[base].text)
         entries.append(entry)
-    for name, columns in plan.study.quoted.items():
+    for name, columns in part.study.quoted.items():
         for column, printed in columns.items():
-            quoted = RowId(plan.name, name, column=column)
+            quoted = RowId(part.name, name, column=column)
             entries.append(Entry(id=quoted, heads={"row": name}, printed=printed))
     return entries
 
 
-def look(study: Study, rows: int, runs: Sequence[Run]) -> tuple[Sequence[int], str]:
+def look(study: Study, num_rows: int, runs: Sequence[Run]) -> tuple[Sequence[int], str]:
     """Returns the seeds of the latest look, and a note on it.
 
-    A look at n is of the first n seeds of the study, once each of the `rows` has a run of them.
+    A look at n is of the first n seeds of the study, once each of its rows has a run of them.
     """
-    finished = pd.Series([run.seed for run in runs], dtype=int).value_counts()
-    whole = {seed for seed, number in finished.items() if number == rows}
+    counts = Counter(run.seed for run in runs)
+    whole = {seed for seed, count in counts.items() if count == num_rows}
     seen: Sequence[int] = []
     for n in sorted(study.looks):
         seeds = range(study.first_seed, study.first_seed + n)
         if whole.issuperset(seeds):
             seen = seeds
     levels = [f"{n} seeds (at {100 * level:g} %)" for n, level in study.looks.items()]
-    state = "none has been reached"
+    rule = f"Looks are at the first {' and the first '.join(levels)}, once all their runs are there"
+    reached = "none has been reached"
     if seen:
-        state = f"this is the look at {len(seen)}, seeds {seen[0]} to {seen[-1]}"
-    plan = f"Looks are at the first {' and the first '.join(levels)}, once all their runs are there"
-    return seen, f"{plan}: {len(whole)} seeds are whole, {state}."
+        reached = f"this is the look at {len(seen)}, seeds {seen[0]} to {seen[-1]}"
+    return seen, f"{rule}: {len(whole)} seeds are whole, {reached}."

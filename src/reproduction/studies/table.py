@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from reproduction.studies.lines import Line
-from reproduction.studies.results import MEASURES, OUTCOMES, Counted
-from reproduction.studies.text import NOTHING, columns_of, number
+from reproduction.studies.results import MEASURES, Counted
+from reproduction.studies.text import NOTHING, columns_of, formatted
 from reproduction.system import write_text
 
 REPORT = "report"  # the folder of tables beside the runs
@@ -24,33 +24,27 @@ class Section:
 
     title: str
     lines: list[Line]
-    is_tested: bool = True
 
     @property
     def finished(self) -> list[Line]:
-        return [line for line in self.lines if not math.isnan(line.mean)]
+        return [line for line in self.lines if not line.judged.empty]
 
     @property
     def missing(self) -> list[Line]:
-        return [line for line in self.lines if math.isnan(line.mean)]
+        """Rows without a finished run, and those that are quoted."""
+        return [line for line in self.lines if line.judged.empty]
 
 
-def shown(lines: Sequence[Line], is_tested: bool = True) -> pd.DataFrame:
+def frame_of(lines: Sequence[Line]) -> pd.DataFrame:
     """Returns lines as text, without columns that have nothing to show."""
-    texts = pd.DataFrame([columns_of(line, is_tested) for line in lines])
-    heads = lines[0].entry.heads
-    means = [number(line.mean, OUTCOMES[line.outcome].spec) for line in lines]
-    kept = []
-    for title in texts:
-        column = [*texts[title]]
-        is_empty = title not in heads and set(column) == {NOTHING}
-        repeats = title in LIKE_THE_MEAN and column == means
-        if not is_empty and not repeats:
-            kept.append(title)
-    return texts[kept]
+    texts = pd.DataFrame([columns_of(line) for line in lines])
+    empty = texts.columns[(texts == NOTHING).all()].difference([*lines[0].entry.heads])
+    means = [formatted(line.mean, line.outcome.spec) for line in lines]
+    repeated = [x for x in LIKE_THE_MEAN if x in texts and texts[x].tolist() == means]
+    return texts.drop(columns=[*empty, *repeated])
 
 
-def markdown(texts: pd.DataFrame) -> str:
+def as_markdown(texts: pd.DataFrame) -> str:
     """Returns a table with escaped texts."""
     escaped = texts.map(lambda text: text.replace("|", r"\|").replace("*", r"\*"))
     aligned: Any = {"stralign": "right", "colalign": ("left",)}
@@ -63,90 +57,88 @@ class Table:
 
     name: str  # of its files
     title: str
-    about: list[str] = field(default_factory=list)  # what it is of, above it
+    about: list[str]  # what it is of, above it
     sections: list[Section]
     counted: Counted
     notes: list[str]
-    extras: dict[str, pd.DataFrame] = field(default_factory=dict)  # more of it as text, by title
-    planned: int  # runs
+    extras: dict[str, pd.DataFrame]  # more tables, by their titles
 
     @property
-    def tested(self) -> list[Section]:
-        """The sections of what is tested, which have all rows between them."""
-        return [section for section in self.sections if section.is_tested]
+    def main_sections(self) -> list[Section]:
+        """The sections of the main outcome, which have all rows between them."""
+        return [section for section in self.sections if section.lines[0].is_main]
 
-    def lines(self, level: int = 2, is_short: bool = False) -> Iterator[str]:
-        """Yields Markdown: what was run, and a line that counts what was not.
-
-        A short table has only what is tested.
-        """
-        for text in self.about:
-            yield f"{text}\n"
-        for section in self.tested if is_short else self.sections:
+    def markdown(self, level: int = 2, is_short: bool = False) -> str:
+        """Returns what was run, and notes that count what was not; a short one on what is main."""
+        heading = "#" * level
+        sections = self.sections
+        if is_short:
+            sections = self.main_sections
+        parts = [f"{text}\n" for text in self.about]
+        for section in sections:
             if section.finished and section.title:
-                yield f"{'#' * level} {section.title}\n"
+                parts.append(f"{heading} {section.title}\n")
             if section.finished:
-                yield f"{markdown(shown(section.finished, section.is_tested))}\n"
+                parts.append(f"{as_markdown(frame_of(section.finished))}\n")
         for title, texts in self.extras.items():
-            yield f"{'#' * level} {title}\n\n{markdown(texts)}\n"
-        for note in self.all_notes():
-            yield f"- {note}"
+            parts.append(f"{heading} {title}\n\n{as_markdown(texts)}\n")
+        parts += [f"- {note}" for note in self.all_notes()]
+        return "\n".join(parts)
 
     def all_notes(self) -> list[str]:
         notes = [*self.notes]
-        missing = [line for section in self.tested for line in section.missing]
-        if missing:
-            notes.append(f"rows without a finished run: {len(missing)}")
+        missing = [line for section in self.main_sections for line in section.missing]
+        not_run = [line for line in missing if line.entry.row_hash]  # the others are quoted
+        if not_run:
+            notes.append(f"rows without a finished run: {len(not_run)}")
         return [*notes, *notes_of(self.counted)]
 
     def csv(self) -> str:
         """Returns the unrounded numbers, a line for each row and outcome."""
-        lines = [plain(line) for section in self.sections for line in section.lines]
+        lines = [numbers_of(line) for section in self.sections for line in section.lines]
         return pd.DataFrame(lines).to_csv(index=False, lineterminator="\n")
 
-    def write(self, outputs: Path) -> list[Path]:
-        """Writes .md and .csv to the report beside the runs."""
-        folder = outputs / REPORT
-        folder.mkdir(parents=True, exist_ok=True)
-        text = "\n".join([f"# {self.title}\n", *self.lines()])
-        files = {folder / f"{self.name}.md": f"{text}\n", folder / f"{self.name}.csv": self.csv()}
-        for path, content in files.items():
-            write_text(path, content)
-        return [*files]
+    def write(self, outputs: Path) -> Path:
+        """Writes .md, whose path it returns, and .csv to the report beside the runs."""
+        path = outputs / REPORT / f"{self.name}.md"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, f"# {self.title}\n\n{self.markdown()}\n")
+        write_text(path.with_suffix(".csv"), self.csv())
+        return path
 
 
-def plain(line: Line) -> dict[str, Any]:
-    """Returns a line as a row of a .csv file."""
-    entry, outcome = line.entry, OUTCOMES[line.outcome]
-    found: dict[str, Any] = {
+def numbers_of(line: Line) -> dict[str, Any]:
+    """Returns a line by the columns of a .csv file."""
+    entry = line.entry
+    return {
         "study": entry.id.study,
         "row": entry.id.row,
         **dict(entry.id.swept),
         "column": entry.id.column,
-        "outcome": outcome.measure,
-        "half": outcome.half,
+        "outcome": line.outcome.measure,
+        "half": line.outcome.split,
         "n": line.n,
         "mean": line.mean,
         "std": line.std,
-        "printed": entry.printed.get(outcome.measure, math.nan),
-        "printed_difference": entry.printed_difference,
+        "printed": line.printed,
         "compared_with": entry.against_text,
+        **asdict(line.comparison),
+        "role": entry.role,
+        "state": entry.status_text,
+        **{name: line.mean_of(name) for name in MEASURES},
     }
-    if line.test is not None:
-        found |= asdict(line.test)
-    found |= {"p": line.p, "p_holm": line.p_holm, "role": entry.role, "state": entry.state}
-    return {**found, **{name: line.mean_of(name) for name in MEASURES}}
 
 
 def notes_of(counted: Counted) -> Iterator[str]:
     """Yields which runs are not counted, and how many are, with their hours and git revisions."""
     left_out = [*counted.left_out.items()]
-    for place, reason in left_out[:MOST_NAMED]:
-        yield f"not counted: {place.name}: {reason}"
+    for path, reason in left_out[:MOST_NAMED]:
+        yield f"not counted: {path.name}: {reason}"
     if len(left_out) > MOST_NAMED:
         yield f"and {len(left_out) - MOST_NAMED} more that are not counted"
     revisions = sorted({run.git_revision[:10] for run in counted.runs if run.git_revision})
     seconds = math.fsum(run.numbers.get("seconds", 0.0) for run in counted.runs)
-    number = len(counted.runs)
-    runs = "1 finished run" if number == 1 else f"{number} finished runs"
-    yield (f"{runs}, {seconds / 3600:.2f} hours in total, git {', '.join(revisions) or 'unknown'}")
+    runs = "1 finished run"
+    if len(counted.runs) != 1:
+        runs = f"{len(counted.runs)} finished runs"
+    yield f"{runs}, {seconds / 3600:.2f} hours in total, git {', '.join(revisions) or 'unknown'}"

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from reproduction.studies.lines import Line
-from reproduction.studies.results import ON_TEST, ON_VALIDATION, OUTCOMES, Outcome
+from reproduction.studies.results import ON_TEST, ON_VALIDATION, Outcome
 
 NOTHING = "-"
 ACCURACIES = {  # beside those after the last epoch
@@ -17,25 +17,26 @@ ACCURACIES = {  # beside those after the last epoch
 }
 
 
-def number(value: float | None, spec: str) -> str:
+def formatted(value: float | None, spec: str) -> str:
     """Formats a number; a dash stands for one that is missing."""
     if value is None or math.isnan(value):
         return NOTHING
     return f"{value:{spec}}"
 
 
-def spread(mean: float, deviation: float, spec: str) -> str:
+def spread(values: pd.Series, spec: str) -> str:
     """Formats a mean with its deviation, which a single value has not."""
-    if math.isnan(mean) or math.isnan(deviation):
-        return number(mean, spec)
-    return f"{mean:{spec}} +/- {deviation:{spec}}"
+    mean = formatted(values.mean(), spec)
+    if len(values) < 2:
+        return mean
+    return f"{mean} +/- {values.std():{spec}}"
 
 
 def p_text(p: float) -> str:
     """Formats with three decimals, or two significant digits below 0.001."""
     if p < 0.001:
         return f"{p:.1e}"
-    return number(p, ".3f")
+    return formatted(p, ".3f")
 
 
 def value_text(value: Any) -> str:
@@ -44,7 +45,7 @@ def value_text(value: Any) -> str:
         return f"[{','.join(map(value_text, value))}]"
     if isinstance(value, bool):
         return str(value).lower()
-    if value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value)):
+    if pd.isna(value):
         return NOTHING
     if not isinstance(value, float):
         return str(value)
@@ -55,40 +56,51 @@ def value_text(value: Any) -> str:
 # --- a line as text -----------------------------------------------------------------------------
 
 
-def columns_of(line: Line, is_tested: bool) -> dict[str, str]:
-    """Returns a line by the titles of its columns, which are those of all lines of its section.
-
-    The section of what is tested has more columns, which are the same for any outcome.
-    """
-    outcome = OUTCOMES[line.outcome]
+def columns_of(line: Line) -> dict[str, str]:
+    """Returns a line by the titles of its columns, which are those of all lines of its section."""
+    outcome, comparison = line.outcome, line.comparison
     found = {**line.entry.heads, "n": str(line.n)}
-    found |= _judged(line, outcome)
-    found |= _compared(line, outcome)
-    if is_tested:
-        found |= _tested(line)
+    found[f"{outcome.title} [{outcome.unit}]"] = spread(line.judged, outcome.spec)
+    if outcome == ON_VALIDATION:
+        found["test top-1 [%]"] = spread(line.values(ON_TEST.name), ON_TEST.spec)
+    found["paper [%]"] = formatted(line.printed, ".2f")
+    found["mixed [%]"] = mixed(line)
+    found["compared with"] = line.entry.against_text or NOTHING
+    found["pairs"] = formatted(comparison.pairs, ".0f")
+    found[f"difference [{outcome.gap}]"] = formatted(comparison.difference, f"+{outcome.spec}")
+    found["95 % interval"] = NOTHING
+    if not math.isnan(comparison.low):
+        ends = (comparison.low, comparison.high)
+        found["95 % interval"] = " to ".join(f"{end:+{outcome.spec}}" for end in ends)
+    if line.is_main:
+        found["p"] = p_text(comparison.p)
+        found["p (Holm)"] = line.entry.role or p_text(comparison.p_holm)
     if outcome.measure == "loss":
-        found["lower in"] = _lower_in(line)
-    if is_tested:
-        found |= _once(line)
+        found["lower in"] = NOTHING
+        if line.entry.against is not None:
+            found["lower in"] = f"{comparison.below} of {comparison.pairs}"
+    if line.is_main:
+        found |= _of_the_runs(line)
     return found
 
 
-def _judged(line: Line, outcome: Outcome) -> dict[str, str]:
-    found = {f"{outcome.title} [{outcome.unit}]": spread(line.mean, line.std, outcome.spec)}
-    if line.outcome == ON_VALIDATION:
-        on_test = line.values(ON_TEST)
-        found["test top-1 [%]"] = spread(on_test.mean(), on_test.std(), outcome.spec)
-    found["paper [%]"] = number(line.entry.printed.get(outcome.measure), ".2f")
-    found["mixed [%]"] = mixed(line)
+def _of_the_runs(line: Line) -> dict[str, str]:
+    """Returns the columns that stand in the main section alone: most are of no one outcome."""
+    found = {"paper's [points]": formatted(line.comparison.printed_difference, "+.2f")}
+    for title, measure in ACCURACIES.items():
+        found[title] = formatted(line.mean_of(measure), ".2f")
+    found["tokens"] = formatted(line.mean_of("mixed_tokens"), ".1f")
+    found["hours"] = formatted(line.n * line.mean_of("seconds") / 3600, ".1f")
+    found["status"] = line.entry.status_text or NOTHING
     return found
 
 
 def mixed(line: Line) -> str:
     """Formats the share of mixed samples, and says so if none was, or no token was replaced."""
-    share = line.mean_of("mixed_share")
-    if not line.runs or "htm" not in line.runs[0].stack.split("+"):
+    if not line.runs or "augmentation.htm.tau" not in line.runs[0].settings:
         return NOTHING
-    text = number(100 * share, ".1f")
+    share = line.mean_of("mixed_share")
+    text = formatted(100 * share, ".1f")
     if share == 0:
         return f"{text} (mixed nothing)"
     if line.mean_of("mixed_tokens") == 0:
@@ -96,45 +108,9 @@ def mixed(line: Line) -> str:
     return text
 
 
-def _compared(line: Line, outcome: Outcome) -> dict[str, str]:
-    titles = ("compared with", "pairs", f"difference [{outcome.gap}]", "95 % interval")
-    test, spec = line.test, f"+{outcome.spec}"
-    if test is None:
-        return dict.fromkeys(titles, NOTHING)
-    interval = NOTHING
-    if not math.isnan(test.low):
-        interval = f"{test.low:{spec}} to {test.high:{spec}}"
-    texts = (line.entry.against_text, str(test.pairs), number(test.difference, spec), interval)
-    return dict(zip(titles, texts, strict=True))
-
-
-def _lower_in(line: Line) -> str:
-    if line.test is None:
-        return NOTHING
-    return f"{line.test.below} of {line.test.pairs}"
-
-
-def _tested(line: Line) -> dict[str, str]:
-    corrected = p_text(line.p_holm)
-    if line.entry.role:
-        corrected = line.entry.role
-    return {"p": p_text(line.p), "p (Holm)": corrected}
-
-
-def _once(line: Line) -> dict[str, str]:
-    accuracies = {title: number(line.mean_of(x), ".2f") for title, x in ACCURACIES.items()}
-    return {
-        "paper's [points]": number(line.entry.printed_difference, "+.2f"),
-        **accuracies,
-        "tokens": number(line.mean_of("mixed_tokens"), ".1f"),
-        "hours": number(line.n * line.mean_of("seconds") / 3600, ".1f"),
-        "status": line.entry.state or NOTHING,
-    }
-
-
-def judged_on(outcome: str) -> list[str]:
+def judged_on(outcome: Outcome) -> list[str]:
     """Says above a table that it is judged on validation."""
-    if OUTCOMES[outcome].half == "test":
+    if outcome.split == "test":
         return []
     text = "Judged on the validation split"
     if outcome == ON_VALIDATION:
