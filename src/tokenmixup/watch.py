@@ -3,9 +3,9 @@
 A block runs under `Watching`, which sees its calls of scaled_dot_product_attention, softmax and
 multi_head_attention_forward. Those over all tokens of the block are its attention maps. VTM's
 memory is m further tokens after the block's own n, which are keys and values. Once the map is seen
-nothing needs them: fused attention, linear layers and dropout leave their rows out and return zeros
-there, and from its first sum on, the residual one, the block goes on with its own tokens. What else
-is computed for them, such as queries, is not used: what the block returns for them is cut off.
+nothing needs their rows: fused attention and dropout leave them out and return zeros there. From
+its first sum on, the residual one, the block works on its own tokens alone. What else is computed
+for the memory, such as queries, is not used; what a block returns for it is cut off.
 
 Letters: b batch, h heads, n the block's own tokens, m memory tokens, q queries, k keys, e head
 width, d width.
@@ -24,7 +24,6 @@ from tokenmixup.attention import AttentionMap
 
 FUSED = torch._C._nn.scaled_dot_product_attention  # the name in `F` may be somebody's wrapper
 MULTIHEAD = F.multi_head_attention_forward
-BY_TOKEN = (F.linear, F.dropout)
 SUM = (torch.add, Tensor.add)  # also that of `+`
 SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
 OWN_CHECKPOINTING = (
@@ -97,6 +96,12 @@ class Watching(TorchFunctionMode):
         """Which of all tokens are the memory's, `n+m` bool."""
         return torch.arange(self.total(), device=device) >= self.n
 
+    def are_tokens(self, x: Any) -> bool:
+        """Whether `x` is `b n d` or `b n+m d`."""
+        if not isinstance(x, Tensor) or x.ndim != 3:
+            return False
+        return len(x) == self.b and x.shape[1] in (self.n, self.total())
+
     def needs_memory(self) -> bool:
         """Whether the rows of the memory, if there is one, must be computed.
 
@@ -148,8 +153,8 @@ class Watching(TorchFunctionMode):
             return _multihead(self, *args, **kwargs)
         if func in SOFTMAX:
             return _softmax(self, func, *args, **kwargs)
-        if func in BY_TOKEN and not self.needs_memory():
-            return _by_token(self, func, *args, **kwargs)
+        if func is F.dropout and not self.needs_memory():
+            return _dropout(self, *args, **kwargs)
         if func in SUM and not self.needs_memory():
             return _sum(self, func, *args, **kwargs)
         return func(*args, **kwargs)
@@ -246,25 +251,18 @@ def _softmax(
     return out
 
 
-def _by_token(
-    watching: Watching, func: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any
-) -> Tensor:
-    """Runs a layer for the block's own tokens alone; so dropout draws as without a memory."""
+def _dropout(watching: Watching, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Draws for the block's own tokens alone, as without a memory."""
     if input.ndim < 3 or input.shape[-2] != watching.total():
-        return func(input, *args, **kwargs)
-    return _padded(func(input[..., : watching.n, :], *args, **kwargs), watching)
+        return F.dropout(input, *args, **kwargs)
+    return _padded(F.dropout(input[..., : watching.n, :], *args, **kwargs), watching)
 
 
 def _sum(watching: Watching, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
     """Adds; the sum of two tensors of tokens, `b n|n+m d`, is that of the own ones, `b n d`."""
-    own = []
-    for x in args:
-        if not (isinstance(x, Tensor) and x.ndim == 3 and len(x) == watching.b):
-            return func(*args, **kwargs)
-        if x.shape[1] not in (watching.n, watching.total()):
-            return func(*args, **kwargs)
-        own.append(x[:, : watching.n])
-    return func(*own, **kwargs)
+    if all(watching.are_tokens(x) for x in args):
+        args = tuple(x[:, : watching.n] for x in args)
+    return func(*args, **kwargs)
 
 
 def _multihead(

@@ -133,7 +133,7 @@ class Trainer:
         # Weights
         norm = self._clip_gradients()
         total = torch.stack([norm, *(part.loss for part in parts)]).sum()
-        self.not_finite.copy_(~total.isfinite())
+        self.not_finite.copy_(total - total != 0)  # two launches; isfinite has five
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
