@@ -182,7 +182,7 @@ def averaged(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.mark.parametrize("model", [PLAIN, RESNET], ids=["cct", "resnet"])
 def test_the_average_follows_every_update(model: tuple[str, ...]):
     """Of weights, and of the statistics of batch norm."""
-    trainer = build_trainer(model, "recipe.warmup_epochs=0", "recipe.ema_decay=0.8")
+    trainer = build_trainer(model, "recipe.ema_decay=0.8")
     for _ in range(3):
         before = deepcopy(trainer.state()["model_ema"])
         step(trainer, images_of(6))
@@ -192,7 +192,7 @@ def test_the_average_follows_every_update(model: tuple[str, ...]):
             if value.is_floating_point():  # and no count of batches
                 expected = 0.8 * before[name] + 0.2 * new
                 assert_close(value, expected, atol=1e-7, rtol=1e-5)
-            if name.endswith("weight"):
+            if model is PLAIN:  # of which all learn
                 assert not torch.equal(value, new)
 
 
