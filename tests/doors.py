@@ -2,10 +2,11 @@
 
 The only file of the tests that knows how a program is started, how a run folder is read, and what
 the experiments call their parts. Programs run in this process, in the current folder: `train(...)`,
-`evaluate(...)` and `script(NAME, ...)` take the words of a command line. With DOORS=process, or
-`apart=True`, each gets a process of its own.
+`evaluate(...)` and `script(NAME, ...)` take the words of a command line, also in groups:
+`train(SMALL, "name=mine")`. With DOORS=process, or `apart=True`, each gets a process of its own.
 """
 
+import csv
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 import yaml
 from matplotlib.figure import Figure
@@ -42,17 +44,33 @@ from reproduction.models.build import (
 from reproduction.models.cct import CCT  # noqa: F401
 from reproduction.points import compose
 from reproduction.words import with_words
-from scripts.bench import build_trainer
+from scripts import bench
 from tokenmixup import TokenMixup
 
 Line = dict[str, Any]
+Words = str | Iterable["Words"]  # a word of a command line, or a group of them
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """The words of a text, none of which has a space."""
+    return tuple(text.split())
+
+
+def line_of(words: Words) -> list[str]:
+    """The words of a group, also those of the groups in it."""
+    if isinstance(words, str):
+        return [words]
+    return [word for part in words for word in line_of(part)]
+
 
 # A run of seconds: a shallow, narrow CCT on a few digits, otherwise the defaults.
-SMALL = (
-    *("model.embed_dim=16", "dataset.limit=60", "dataset.eval_limit=60", "recipe.batch_size=20"),
-    *("recipe.epochs=2", "recipe.log_every=2", "checkpoint.every_epochs=1", "device=cpu"),
-)
+SMALL = words_of("""
+    model.embed_dim=16 dataset.limit=60 dataset.eval_limit=60 recipe.batch_size=20
+    recipe.epochs=2 recipe.log_every=2 checkpoint.every_epochs=1 device=cpu
+""")
+SHORT = tuple(word for word in SMALL if "limit" not in word)  # for other images than digits
 SMALL_VIT = ("model.architecture=test_vit", "model.depth=6")  # timm's own test model, width 64
+TORCHRUN = words_of("-m torch.distributed.run --nproc-per-node=2")
 PATIENCE = 300.0  # seconds for what takes seconds, on a shared machine
 # Keys that depend on speed, directly or by the number of digits of such values (metrics_size).
 TIMES = {"seconds", "train_seconds", "eval_seconds", "metrics_size", "images_per_second"}
@@ -71,35 +89,61 @@ class Result(NamedTuple):
         return self.err.splitlines()
 
 
-def run(program: str, *words: str, apart: bool = False, draws: bool = True) -> Result:
+def assert_refused(result: Result, *named: str, status: int = 2) -> None:
+    """Asserts that a program ended with this status and in one line, which names all these."""
+    assert result.status == status, result
+    assert len(result.lines) == 1, result
+    for part in named:
+        assert part in result.err, result
+
+
+def assert_succeeded(result: Result, *told: str) -> None:
+    """Asserts that a program succeeded, and printed all these."""
+    assert result.status == 0, result
+    for part in told:
+        assert part in result.out, result
+
+
+def run(program: str, *words: Words, apart: bool = False, draws: bool = True) -> Result:
     """Runs a program of the repository, and returns what it prints.
 
     Unless it `draws`, figures are empty files: to draw them takes longer than a small run.
     """
     if apart or os.environ.get("DOORS") == "process":
-        with started(*words, program=program) as process:
-            out, err = process.communicate(timeout=PATIENCE)
-        return Result(process.returncode, out, err)
+        with started(words, program=program) as process:
+            return ended(process)
     _forget()
     path = str(ROOT / program)
     with ExitStack() as stack:
-        out, err = (stack.enter_context(_captured(number)) for number in (1, 2))
+        out = stack.enter_context(_captured(1))
+        err = stack.enter_context(_captured(2))
         stack.enter_context(mock.patch.dict(os.environ))
-        stack.enter_context(mock.patch.object(sys, "argv", [path, *words]))
-        handlers = [*logging.root.handlers]  # Hydra adds its own
+        stack.enter_context(mock.patch.object(sys, "argv", [path, *line_of(words)]))
+        handlers = list(logging.root.handlers)  # Hydra adds its own
         stack.enter_context(mock.patch.object(logging.root, "handlers", handlers))
         if not draws:
             stack.enter_context(mock.patch.object(Figure, "savefig", _touch))
         status = _status_of(path)
-        return Result(status, *((file.seek(0), file.read())[1] for file in (out, err)))
+        return Result(status, _read(out), _read(err))
 
 
 train = partial(run, "train.py", draws=False)
 evaluate = partial(run, "eval.py", draws=False)
 
 
-def script(name: str, *words: str, apart: bool = False) -> Result:
-    return run(f"scripts/{name}.py", *words, apart=apart)
+def script(name: str, *words: Words, apart: bool = False) -> Result:
+    return run(f"scripts/{name}.py", words, apart=apart)
+
+
+def trained(*words: Words, name: str = "mine", root: str | Path = "outputs", **how: Any) -> "Run":
+    """Trains a run to its end."""
+    assert_succeeded(train(words, f"name={name}", f"output_root={root}", **how))
+    return Run(Path(root, name))
+
+
+def _read(file: Any) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def _touch(figure: Figure, path: Path, **settings: Any) -> None:
@@ -136,14 +180,16 @@ def _captured(number: int) -> Iterator[Any]:
 
 def _forget() -> None:
     """Clears what functions of the experiments hold, such as open data, as in a new process."""
-    for name, module in [*sys.modules.items()]:
-        for value in vars(module).values() if name.startswith("reproduction.") else ():
-            getattr(value, "cache_clear", lambda: None)()
+    ours = [module for name, module in sys.modules.items() if name.startswith("reproduction.")]
+    for module in ours:
+        for value in vars(module).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
 
 
 @contextmanager
 def started(
-    *words: str, program: str = "train.py", launcher: tuple[str, ...] = (), **options: Any
+    *words: Words, program: str = "train.py", launcher: Words = (), **options: Any
 ) -> Iterator[subprocess.Popen[str]]:
     """Starts a program in a session of its own, whose processes are all killed at the end."""
     code = [str(ROOT / program)]
@@ -152,7 +198,7 @@ def started(
     paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     standard = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
     process = subprocess.Popen(
-        [sys.executable, *launcher, *code, *words],
+        [sys.executable, *line_of([launcher, code, words])],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
         text=True,
         start_new_session=True,
@@ -164,6 +210,24 @@ def started(
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def ended(process: subprocess.Popen[str], patience: float = PATIENCE) -> Result:
+    """Waits for the end of a program, and returns what it printed."""
+    out, err = process.communicate(timeout=patience)
+    return Result(process.returncode, out, err)
+
+
+def children(process: int) -> list[int]:
+    """The processes that a process has started, as far as they live."""
+    tasks = Path(f"/proc/{process}/task").glob("*/children")
+    text = "".join(path.read_text() for path in tasks)
+    return [int(word) for word in text.split()]
+
+
+def command_of(process: int) -> str:
+    path = Path(f"/proc/{process}/cmdline")
+    return path.read_text() if path.exists() else ""
 
 
 def eventually(condition: Callable[[], Any]) -> None:
@@ -232,7 +296,8 @@ class Run:
 
 def _leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yields (dotted name, value) of every entry of nested mappings and lists."""
-    state = dict(enumerate(state)) if isinstance(state, list | tuple) else state
+    if isinstance(state, list | tuple):
+        state = dict(enumerate(state))
     if isinstance(state, dict):
         for key, value in state.items():
             yield from _leaves(value, f"{name}.{key}" if name else str(key))
@@ -268,9 +333,37 @@ def runs(root: str | Path = "outputs") -> list[Run]:
     return [Run(path.parent) for path in sorted(Path(root).glob("*/config.yaml"))]
 
 
-def config_of(*words: str) -> Config:
+def statuses() -> list[str]:
+    return [run.summary["status"] for run in runs()]
+
+
+def cells(text: str) -> list[list[str]]:
+    """The cells of all rows of the Markdown tables in a text."""
+    rows = []
+    for line in text.splitlines():
+        is_rule = set(line) <= set("|-: ")
+        if line.startswith("|") and not is_rule:
+            row = line.split("|")[1:-1]
+            rows.append([cell.strip() for cell in row])
+    return rows
+
+
+def predictions(path: str | Path) -> list[dict[str, str]]:
+    """The rows of a file of predictions, or of another table of eval.py."""
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def assert_same_lines(ours: list[Line], theirs: list[Line], **bound: float) -> None:
+    """Compares lines of metrics.jsonl but for the speed, within `abs` or `rel`."""
+    speed = {"images_per_second": 0}
+    for line, other in zip(ours, theirs, strict=True):
+        assert line | speed == pytest.approx(other | speed, **bound)
+
+
+def config_of(*words: Words) -> Config:
     """The configuration of a command line."""
-    return compose(words)
+    return compose(line_of(words))
 
 
 def hash_of(raw: dict[str, Any]) -> str:
@@ -284,14 +377,15 @@ def value_of(word: str) -> Any:
     return value
 
 
-def dry(*words: str) -> tuple[dict[str, Any], str]:
+def dry(*words: Words) -> tuple[dict[str, Any], str]:
     """The configuration of a command line as nested mappings, and the hash of its run."""
-    return asdict(compose(words)), run_hash(compose(words))
+    config = config_of(words)
+    return asdict(config), run_hash(config)
 
 
-def initial_model(*words: str, classes: int = 10) -> nn.Module:
+def initial_model(*words: Words, classes: int = 10) -> nn.Module:
     """The plain model with which a run of these words begins."""
-    config = compose(words).model
+    config = config_of(words).model
     model = build_model(config, classes)
     load_initial_weights(config, model)
     return model
@@ -307,16 +401,25 @@ class Step(NamedTuple):
     trainer: Any
 
 
-def step(trainer: Any, images: Tensor, classes: Tensor) -> Step:
+def build_trainer(*words: Words) -> Any:
+    """The trainer of a run of these words, without its images."""
+    return bench.build_trainer(line_of(words))
+
+
+def step(trainer: Any, batch: tuple[Tensor, Tensor]) -> Step:
     """Trains a step on images (`b 3 h w`, uint8) and classes (`b`); words build a new trainer."""
-    trainer = build_trainer(trainer) if isinstance(trainer, tuple | list) else trainer
+    images, classes = batch
+    if isinstance(trainer, tuple | list):
+        trainer = build_trainer(trainer)
     gradients: dict[str, Tensor] = {}  # none if float16's scaler skips the update
 
     def keep(optimizer: Any, *_: Any) -> None:
         scale = getattr(optimizer, "grad_scale", None)  # of a scaler, unless they are clipped
+        if scale is None:
+            scale = 1
         for name, parameter in trainer.module.named_parameters():
             if parameter.grad is not None:
-                gradients[name] = parameter.grad / (1 if scale is None else scale)
+                gradients[name] = parameter.grad / scale
 
     handle = trainer.optimizer.register_step_pre_hook(keep)
     try:
@@ -326,9 +429,9 @@ def step(trainer: Any, images: Tensor, classes: Tensor) -> Step:
     return Step([float(part.loss) for part in parts], gradients, trainer.lr, parts, trainer)
 
 
-def meta_module(*words: str, classes: int = 10) -> TokenMixup:
+def meta_module(*words: Words, classes: int = 10) -> TokenMixup:
     """The module of a run, without values and weights from files."""
-    config = compose(words)
+    config = config_of(words)
     with torch.device("meta"):
         return build_module(without_weights(config.model), config.augmentation, classes)
 
@@ -337,9 +440,12 @@ def snapshot(folder: str | Path = ".") -> dict[str, object]:
     """Maps every path under a folder to its content or link target; does not follow links."""
     entries: dict[str, object] = {}
     for root, folders, files in os.walk(folder):
-        for path in (Path(root, name) for name in (*folders, *files)):
+        for name in folders + files:
+            path = Path(root, name)
             if path.is_symlink():
                 entries[str(path)] = os.readlink(path)
+            elif path.is_file():
+                entries[str(path)] = path.read_bytes()
             else:
-                entries[str(path)] = path.read_bytes() if path.is_file() else None
+                entries[str(path)] = None
     return entries

@@ -6,8 +6,8 @@ trains on digits. What happens at an image is told by the environment, not by th
 the command of a disturbed run also resumes it:
 
     with disturbed("SIGTERM", at=45):   # at the 45th training image that a process reads
-        assert train(*OWN, "name=mine").status == 130
-    assert train(*OWN, "name=mine", "resume=auto").status == 0
+        assert train(OWN, "name=mine").status == 130
+    assert train(OWN, "name=mine", "resume=auto").status == 0
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-OWN = ("dataset=custom", "dataset.source=tests.images:digits", "dataset.workers=0")
+SOURCE = "dataset.source=tests.images:digits"
+OWN = ("dataset=custom", SOURCE, "dataset.workers=0")
 EVENT = "TESTS_IMAGES_EVENT"
 LOG = "TESTS_IMAGES_LOG"
 UNREADABLE = "TESTS_IMAGES_UNREADABLE"
@@ -53,6 +54,23 @@ def recorded(path: Path) -> Iterator[None]:
     """Appends `half index rank` to a file for every image that is read."""
     with mock.patch.dict(os.environ, {LOG: str(path.absolute())}):
         yield
+
+
+class Read(NamedTuple):
+    """An image that a run has read."""
+
+    half: str
+    index: int
+    rank: int
+
+
+def reads(log: Path) -> list[Read]:
+    """What `recorded` has written, in its order."""
+    found = []
+    for line in log.read_text().splitlines():
+        half, index, rank = line.split()
+        found.append(Read(half, int(index), int(rank)))
+    return found
 
 
 @contextmanager
@@ -87,10 +105,9 @@ def digits(train: int = 60, held_out: int = 30, replaced: int | None = None) -> 
     order = np.arange(train)
     if replaced is not None:
         order[replaced] = (replaced + 1) % train
-    return (
-        Half("train", images[order], [targets[i] for i in order]),
-        Half("held_out", images[-held_out:], targets[-held_out:]),
-    )
+    first = Half("train", images[order], [targets[i] for i in order])
+    last = Half("held_out", images[-held_out:], targets[-held_out:])
+    return first, last
 
 
 @cache
@@ -98,32 +115,39 @@ def _digits() -> tuple[np.ndarray, list[int]]:
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
-    return np.round(bunch.images * 255 / 16).astype(np.uint8), bunch.target.tolist()
+    pixels = np.round(bunch.images * 255 / 16)
+    return pixels.astype(np.uint8), bunch.target.tolist()
 
 
 def _happen(half: str, index: int) -> None:
     """Records the image, and lets the event happen if it is its turn."""
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    rank = 0
+    if dist.is_available() and dist.is_initialized():
+        rank = dist.get_rank()
     if LOG in os.environ:
         with open(os.environ[LOG], "a") as file:
             file.write(f"{half} {index} {rank}\n")
     read[half] += 1
-    if f"{read[half]} {half} {rank}" != os.environ.get(EVENT, "").partition(" ")[2]:
+    event, _, turn = os.environ.get(EVENT, "").partition(" ")
+    if turn != f"{read[half]} {half} {rank}":
         return
-    event = os.environ[EVENT].split()[0]
     if event == "interrupt":
         raise KeyboardInterrupt
     if event == "fail":
         raise ZeroDivisionError("what\never")
-    for name in ("SIGTERM" if event == "hang" else event).split("+"):
-        os.kill(_trainer(), getattr(signal, name))
     if event == "hang":
+        os.kill(_trainer(), signal.SIGTERM)
         time.sleep(1)
+        return
+    for name in event.split("+"):
+        os.kill(_trainer(), getattr(signal, name))
 
 
 def _trainer() -> int:
     """The process that trains, also in one of the loader's workers."""
-    return os.getpid() if torch.utils.data.get_worker_info() is None else os.getppid()
+    if torch.utils.data.get_worker_info() is None:
+        return os.getpid()
+    return os.getppid()
 
 
 def write_images(
@@ -131,40 +155,56 @@ def write_images(
 ) -> Path:
     """Writes images whose brightness encodes the class to root/train, val and, if any, test."""
     rng = np.random.default_rng(0)
-    for split, number in (("train", train), ("val", held_out), ("test", test)):
-        for label, name in enumerate(classes if number else ()):
+    most = max(1, len(classes) - 1)
+    numbers = {"train": train, "val": held_out, "test": test}
+    for split, number in numbers.items():
+        if number == 0:
+            continue
+        for label, name in enumerate(classes):
             folder = root / split / name
             folder.mkdir(parents=True)
+            brightness = 190 * label // most
             for i in range(number):
                 noise = rng.integers(0, 60, (size, size + 8, 3))
-                pixels = noise + 190 * label // max(1, len(classes) - 1)
-                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.png")
+                pixels = (noise + brightness).astype(np.uint8)
+                Image.fromarray(pixels).save(folder / f"{i}.png")
     return root
 
 
 def write_cifar(folder: Path, kind: Any, patch: Any) -> Path:
     """Writes a small archive of CIFAR, which torchvision's class then takes for the whole one."""
     content = folder / "content"
-    rng = np.random.default_rng(0)
     content.mkdir(parents=True)
-    label, number = ("fine_labels", 100) if kind.__name__ == "CIFAR100" else ("labels", 10)
-    for name, _ in (*kind.train_list, *kind.test_list):
-        data = rng.integers(0, 256, (number, 3072)).astype(np.uint8)
-        (content / name).write_bytes(pickle.dumps({"data": data, label: [*range(number)]}))
-    classes = {kind.meta["key"]: [f"class {i}" for i in range(number)]}
-    (content / kind.meta["filename"]).write_bytes(pickle.dumps(classes))
+    _write_batches(content, kind)
     archive = folder / kind.filename
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(content, kind.base_folder)
-
-    def digest(path: Path) -> str:
-        return hashlib.md5(path.read_bytes()).hexdigest()
-
     for listing in ("train_list", "test_list"):
-        entries = [[name, digest(content / name)] for name, _ in getattr(kind, listing)]
-        patch.setattr(kind, listing, entries)
-    patch.setattr(kind, "meta", {**kind.meta, "md5": digest(content / kind.meta["filename"])})
+        names = [name for name, _ in getattr(kind, listing)]
+        patch.setattr(kind, listing, [[name, _digest(content / name)] for name in names])
+    digest = _digest(content / kind.meta["filename"])
+    patch.setattr(kind, "meta", {**kind.meta, "md5": digest})
     patch.setattr(kind, "url", "http://127.0.0.1:1/archive")  # where nobody answers
     patch.setenv("no_proxy", "127.0.0.1")
-    patch.setattr(kind, "tgz_md5", digest(archive))
+    patch.setattr(kind, "tgz_md5", _digest(archive))
     return archive
+
+
+def _write_batches(content: Path, kind: Any) -> None:
+    """Writes the files of CIFAR, with an image of each class in each."""
+    rng = np.random.default_rng(0)
+    key = "labels"
+    number = 10
+    if kind.__name__ == "CIFAR100":
+        key = "fine_labels"
+        number = 100
+    for name, _ in kind.train_list + kind.test_list:
+        data = rng.integers(0, 256, (number, 3072)).astype(np.uint8)
+        batch = {"data": data, key: list(range(number))}
+        (content / name).write_bytes(pickle.dumps(batch))
+    classes = {kind.meta["key"]: [f"class {i}" for i in range(number)]}
+    (content / kind.meta["filename"]).write_bytes(pickle.dumps(classes))
+
+
+def _digest(path: Path) -> str:
+    return hashlib.md5(path.read_bytes()).hexdigest()

@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from tests.doors import Result, script
+from tests.doors import Result, assert_refused, assert_succeeded, cells, script, snapshot
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="they would measure the GPU")
 MODEL = "cct_2_3x2"
@@ -15,82 +16,108 @@ STEPS = ["plain", "plain again", "HTM", "VTM", "both"]
 
 def rows_of(result: Result) -> dict[str, list[str]]:
     """The rows of all printed tables, by their first cell."""
-    lines = [line for line in result.out.splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {row[0]: row[1:] for row in cells}
+    return {name: others for name, *others in cells(result.out)}
+
+
+def number(cell: str) -> float:
+    return float(cell.replace(",", ""))
+
+
+class Measured(NamedTuple):
+    result: Result
+    report: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     """A measurement of two rounds, and its file."""
     path = tmp_path_factory.mktemp("bench") / "new" / "bench.json"
     result = script("bench", MODEL, "--rounds", "2", "--out", str(path))
-    assert result.status == 0, result.err
-    return result, path
+    assert_succeeded(result)
+    return Measured(result, json.loads(path.read_text()))
 
 
-def test_bench_times_plain_steps_beside_htm_and_vtm(measured: tuple[Result, Path]):
-    result, path = measured
-    report = json.loads(path.read_text())
-    assert report["rounds"] == 2
-    assert report["torch"] == torch.__version__
-    steps = report["tables"][f"{MODEL}, eager"]
-    assignment = report["tables"]["assignment"]
-    assert [*steps] == STEPS
-    assert len(assignment) == 4
-    for name, row in steps.items():
+def assert_ordered(times: dict[str, float]) -> None:
+    order = [times[name] for name in ("least", "low", "median", "high", "most")]
+    assert order == sorted(order)
+    assert order[0] > 0
+
+
+def test_bench_times_plain_steps_beside_htm_and_vtm(measured: Measured):
+    steps = measured.report["tables"][f"{MODEL}, eager"]
+    assert list(steps) == STEPS
+    for row in steps.values():
         assert row["images/s"] == pytest.approx(128_000 / row["ms"]["median"])
-        assert (row["tokens"] > 1) == (name in ("HTM", "both"))
         assert row["tokens"] < 64
-        assert row["ratio"]["median"] == 1 or name != "plain"
-    for each in [row["ms"] for row in (*steps.values(), *assignment.values())]:
-        assert 0 < each["low"] <= each["median"] <= each["high"]
-    shown = rows_of(result)
-    assert {*STEPS, *assignment} <= {*shown}
-    assert shown["HTM"][0].startswith(f"{steps['HTM']['ms']['median']:.4g} (")
+        assert_ordered(row["ms"])
+    assert steps["plain"]["ratio"]["median"] == 1
+    mixing = [name for name, row in steps.items() if row["tokens"] > 1]
+    assert mixing == ["HTM", "both"]
 
 
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (("bench", "resnet18"), "models=resnet18"),
-        (("bench", MODEL, "--rounds", "0"), "rounds"),
-        (("cost", "table9"), "table9"),
-        (("cost", "--seeds", "x"), "seeds"),
-        (("latency", "--rounds", "-1"), "rounds"),
-    ],
-    ids=str,
-)
-def test_mistakes_are_refused_in_one_line(here: Path, words: tuple[str, ...], part: str):
-    result = script(*words)
-    assert (result.status, len(result.lines)) == (2, 1), result
-    assert part in result.lines[0]
-    assert not [*here.iterdir()]
+def test_bench_times_the_assignment(measured: Measured):
+    assignment = measured.report["tables"]["assignment"]
+    assert len(assignment) == 4
+    for row in assignment.values():
+        assert_ordered(row["ms"])
+
+
+def test_bench_prints_what_it_writes(measured: Measured):
+    tables = measured.report["tables"]
+    shown = rows_of(measured.result)
+    assert shown.keys() >= {*STEPS, *tables["assignment"]}
+    median = tables[f"{MODEL}, eager"]["HTM"]["ms"]["median"]
+    assert shown["HTM"][0].startswith(f"{median:.4g} (")
+    assert measured.report["rounds"] == 2
+    assert measured.report["torch"] == torch.__version__
+
+
+MISTAKES = {  # command -> what the line names
+    "bench resnet18": "models=resnet18",
+    f"bench {MODEL} --rounds 0": "rounds",
+    "cost table9": "table9",
+    "cost --seeds x": "seeds",
+    "latency --rounds -1": "rounds",
+}
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_mistakes_are_refused_in_one_line(here: Path, command: str):
+    assert_refused(script(*command.split()), MISTAKES[command])
+    assert list(snapshot()) == []
+
+
+OF_OURS = """
+title: one
+rows:
+  tiny: [model.embed_dim=16, recipe.epochs=30000]
+  conv: [model=timm, model.architecture=resnet18, 'augmentation=[]']  # has no blocks
+"""
 
 
 def test_cost_multiplies_the_time_of_an_image_by_the_images_of_all_runs(here: Path):
-    study = "title: one\nrows:\n  tiny: [model.embed_dim=16, recipe.epochs=30000]\n"
-    study += "  conv: [model=timm, model.architecture=resnet18, 'augmentation=[]']\n"  # no blocks
-    Path("own.yaml").write_text(study)
+    Path("own.yaml").write_text(OF_OURS)
     result = script("cost", "own.yaml", "--seeds", "2")
-    assert result.status == 0, result.err
+    assert_succeeded(result, "load average")
     rows = rows_of(result)
-    runs, batch, timed, speed, hours = (float(x.replace(",", "")) for x in rows["own/tiny"])
-    assert (runs, batch, timed) == (2, 64, 16)
-    assert hours == pytest.approx(30000 * (1437 + 360 / 3) / speed / 3600, rel=0.01)
-    conv = float(rows["own/conv"][4].replace(",", ""))
-    assert float(rows["own"][0].replace(",", "")) == pytest.approx(2 * (hours + conv), rel=0.01)
-    assert "load average" in result.out
+    tiny = [number(cell) for cell in rows["own/tiny"]]
+    assert tiny[:3] == [2, 64, 16]  # runs, batch, images that are timed
+    speed = tiny[3]
+    hours = tiny[4]
+    images = 30000 * (1437 + 360 / 3)
+    assert hours == pytest.approx(images / speed / 3600, rel=0.01)
+    both = hours + number(rows["own/conv"][4])
+    assert number(rows["own"][0]) == pytest.approx(2 * both, rel=0.01)
+
+
+PAPERS = {"attention": ("16", "1.0"), "gradient": ("236", "14.8"), "random": ("5", "0.3")}
 
 
 def test_latency_of_each_detector_stands_beside_the_papers(tmp_path: Path):
     result = script("latency", "--rounds", "1", "--images", "2", "--outputs", str(tmp_path))
-    assert result.status == 0, result.err
+    assert_succeeded(result)
     rows = rows_of(result)
-    papers = {name: (rows[name][1], rows[name][3]) for name in ("attention", "gradient", "random")}
-    assert papers == {
-        "attention": ("16", "1.0"),
-        "gradient": ("236", "14.8"),
-        "random": ("5", "0.3"),
-    }
+    for name, (ms, ratio) in PAPERS.items():
+        assert rows[name][1] == ms
+        assert rows[name][3] == ratio
     assert rows["attention"][2] == "1.0"

@@ -19,8 +19,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     folder = tmp_path_factory.mktemp("wheel")
     options = ["--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(folder)]
     copy = folder / "source"  # setuptools leaves a build folder beside the sources
+    copy.mkdir()
     for name in ("src", "pyproject.toml", "README.md", "LICENSE"):
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["cp", "-r", str(ROOT / name), str(copy / name)], check=True)
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(copy)], check=True)
     (path,) = folder.glob("*.whl")
@@ -28,29 +28,38 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 
 def test_wheel_holds_only_the_library_and_its_licence(wheel: zipfile.ZipFile):
-    modules = {f"tokenmixup/{path.name}" for path in (ROOT / "src/tokenmixup").glob("*.py")}
+    sources = (ROOT / "src/tokenmixup").glob("*.py")
     info = f"tokenmixup-{tokenmixup.__version__}.dist-info"
-    files = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "top_level.txt")}
     licence = f"{info}/licenses/LICENSE"
-    assert {*wheel.namelist()} == modules | files | {licence, "tokenmixup/py.typed"}
+    expected = [f"tokenmixup/{path.name}" for path in sources]
+    expected += ["tokenmixup/py.typed", licence]
+    expected += [f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "top_level.txt")]
+    assert sorted(wheel.namelist()) == sorted(expected)
     assert wheel.read(licence).startswith(b"MIT License")
+
+
+def test_wheel_requires_what_is_tested(wheel: zipfile.ZipFile):
+    info = f"tokenmixup-{tokenmixup.__version__}.dist-info"
     metadata = wheel.read(f"{info}/METADATA").decode()
     assert "License-Expression: MIT" in metadata
     needed = dict(re.findall(r"^Requires-Dist: (\w+)>=([\d.]+)", metadata, re.MULTILINE))
-    lowest = dict(re.findall(r"^(\w+)>=([\d.]+)", (ROOT / "requirements.txt").read_text(), re.M))
-    assert needed == {x: lowest[x] for x in ("torch", "numpy", "scipy", "einops")}
+    requirements = (ROOT / "requirements.txt").read_text()
+    lowest = dict(re.findall(r"^(\w+)>=([\d.]+)", requirements, re.MULTILINE))
+    assert needed == {name: lowest[name] for name in ("torch", "numpy", "scipy", "einops")}
 
 
 def test_workflows_run_targets_of_make():
-    targets = {*re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M)}
-    for path in [*(ROOT / ".github/workflows").glob("*.yml"), ROOT / ".ci/run"]:
+    targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    workflows = (ROOT / ".github/workflows").glob("*.yml")
+    for path in [*workflows, ROOT / ".ci/run"]:
         found = re.findall(r"\bmake ([a-z-]+)", path.read_text())
-        assert {*found} <= targets, path
+        assert set(found) <= set(targets), path
 
 
 def test_files_beside_the_code_agree():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    pinned = re.search(r"^ruff==(.+)$", (ROOT / "requirements-dev.txt").read_text(), re.M)
-    (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-    assert pinned is not None
-    assert repo["rev"] == f"v{pinned[1]}"
+    requirements = (ROOT / "requirements-dev.txt").read_text()
+    (version,) = re.findall(r"^ruff==(.+)$", requirements, re.MULTILINE)
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    (repo,) = hooks["repos"]
+    assert repo["rev"] == f"v{version}"

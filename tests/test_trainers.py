@@ -1,22 +1,31 @@
 """docs/library.md runs from top to bottom, with its trainers."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-PAGE = (Path(__file__).parents[1] / "docs/library.md").read_text()
+from tests.doors import ROOT
+from tests.pages import codes
+
+PAGE = (ROOT / "docs/library.md").read_text()
 
 
-def codes(page: str) -> Iterator[tuple[str, str]]:
-    """Yields the section and the text of each code of a page."""
-    introduction, *sections = re.split(r"^###? (.*)\n", page, flags=re.M)
-    for title, text in (("", introduction), *zip(sections[::2], sections[1::2], strict=True)):
-        for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-            yield title, code
+class Code(NamedTuple):
+    """A code of the page, and the title above it."""
+
+    section: str
+    text: str
+
+
+def all_codes() -> list[Code]:
+    found = []
+    for part in re.split(r"^###? ", f"\n{PAGE}", flags=re.MULTILINE):
+        title, _, text = part.partition("\n")
+        found += [Code(title, code) for code in codes(text)]
+    return found
 
 
 @pytest.mark.parametrize("all_trainers", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -28,7 +37,7 @@ def test_the_page_runs_and_its_trainers_learn(
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     names: dict[str, Any] = {"__name__": "example"}
-    for section, code in codes(PAGE):
+    for section, code in all_codes():
         if all_trainers or section not in ("Hugging Face", "Lightning"):
             exec(code, names)
         if section in ("", "timm", "Hugging Face", "Lightning") and "module" in code:

@@ -10,14 +10,28 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import inf, nan
 
 from reproduction.system import PlainError
 from reproduction.training.ranks import World
-from tests.doors import SMALL, Run, eventually, planted, script, started, train
+from tests.doors import (
+    SMALL,
+    TORCHRUN,
+    Run,
+    assert_refused,
+    assert_succeeded,
+    ended,
+    eventually,
+    planted,
+    script,
+    started,
+    train,
+    trained,
+)
 from tests.images import OWN, disturbed
 from tokenmixup import TokenMixup
 
-ONE = (*SMALL, "recipe.epochs=1", "name=mine")
+ONE = (SMALL, "recipe.epochs=1", "name=mine")
 CHANCE: list[Exception] = [
     MemoryError(),
     FileNotFoundError(2, "No such file or directory", "outputs/mine/config.yaml"),
@@ -38,7 +52,7 @@ def bug_while_handling(error: Exception) -> Callable[[], object]:
 @pytest.mark.parametrize("error", CHANCE, ids=lambda error: type(error).__name__)
 def test_what_was_handled_by_chance_decides_nothing(here: Path, error: Exception):
     with planted("step", bug_while_handling(error)):
-        result = train(*ONE)
+        result = train(ONE)
     assert result.status == 1
     assert "Traceback" in result.err
     assert "after step 0: KeyError: 'planted'; outputs/mine is kept" in result.lines[-1]
@@ -50,7 +64,7 @@ def test_a_bug_keeps_its_traceback(here: Path, place: str):
         raise FloatingPointError("not of the method")
 
     with planted(place, bug):
-        result = train(*ONE)
+        result = train(ONE)
     assert result.status == 1
     assert "Traceback" in result.err
     assert "in bug" in result.err
@@ -62,9 +76,8 @@ def test_a_named_cause_decides(here: Path):
         raise RuntimeError("of some library") from MemoryError()
 
     with planted("step", bug):
-        result = train(*ONE)
-    assert (result.status, len(result.lines)) == (1, 1), result.err
-    assert "out of this machine's memory" in result.err
+        result = train(ONE)
+    assert_refused(result, "out of this machine's memory", status=1)
 
 
 ENDS = [PlainError("a line"), MemoryError(), KeyError("a bug")]
@@ -84,7 +97,7 @@ def test_the_model_of_a_failed_run_is_freed_at_once(here: Path, error: Exception
     gc.disable()
     try:
         with planted("step", bug):
-            assert train("-m", "seed=0,1,2", *SMALL, *ALL).status == 1
+            assert train("-m", "seed=0,1,2", SMALL, ALL).status == 1
     finally:
         gc.enable()
     assert living == [living[0]] * 3  # its own beside those that fixtures hold
@@ -95,28 +108,29 @@ def test_the_model_of_a_failed_run_is_freed_at_once(here: Path, error: Exception
 def test_the_reason_of_another_rank_is_told(here: Path, by_torchrun: bool):
     """Of a program that prints on the first rank only, which knows that the other one is gone."""
     small = ("model.embed_dim=16", "recipe.max_steps=1", "device=cpu")
-    assert train(*OWN, *small, "name=mine").status == 0
-    words = ("run=outputs/mine", *OWN, "device=cpu")
+    trained(OWN, small)
+    words = ("run=outputs/mine", OWN, "device=cpu")
     launcher: tuple[str, ...] = ()
     if by_torchrun:
-        launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2")
+        launcher = TORCHRUN
     else:
         words += ("devices=2",)
     with (
         disturbed("fail", at=3, half="held_out", rank=1),
-        started(*words, program="eval.py", launcher=launcher) as process,
+        started(words, program="eval.py", launcher=launcher) as process,
     ):
-        err = process.communicate(timeout=300)[1]
-    assert process.returncode != 0
-    (line,) = [line for line in err.splitlines() if "rank 1: " in line]
+        result = ended(process)
+    assert result.status != 0
+    (line,) = [line for line in result.lines if "rank 1: " in line]
     assert "ZeroDivisionError: what" in line
 
 
 def _largest(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    values = [[torch.nan, 1.0, 3.0, -torch.inf], [2.0, torch.nan, 1.0, -torch.inf]][rank]
-    largest = World(rank, 2, torch.device("cpu")).max(torch.tensor(values).double())
-    expected = torch.tensor([torch.nan, torch.nan, 3.0, -torch.inf]).double()
+    values = [[nan, 1.0, 3.0, -inf], [2.0, nan, 1.0, -inf]]
+    world = World(rank, 2, torch.device("cpu"))
+    largest = world.max(torch.tensor(values[rank]).double())
+    expected = torch.tensor([nan, nan, 3.0, -inf]).double()
     torch.testing.assert_close(largest, expected, equal_nan=True)
     dist.destroy_process_group()
 
@@ -127,27 +141,23 @@ def test_nan_of_one_rank_is_nan_on_all(here: Path):
 
 
 def test_a_finished_run_with_damaged_lines_tells_its_result(here: Path):
-    words = (*ONE, "resume=auto")
-    assert train(*words).status == 0
+    words = (ONE, "resume=auto")
+    assert_succeeded(train(words))
     for damage in ('{"step": 1\n', ""):
         Path("outputs/mine/report.md").unlink(missing_ok=True)
         Path("outputs/mine/metrics.jsonl").write_text(damage)
         for more in ((), ("-m", "seed=0")):
-            result = train(*words, *more)
-            assert result.status == 0
-            assert "mine: top-1" in result.out
+            result = train(words, more)
+            assert_succeeded(result, "mine: top-1")
             if damage:
-                (line,) = result.lines
-                assert "no report" in line
-                assert "metrics.jsonl" in line
+                assert_refused(result, "no report", "metrics.jsonl", status=0)
     assert "lines of metrics.jsonl are lost" in Path("outputs/mine/report.md").read_text()
 
 
 def test_a_run_whose_lock_cannot_be_opened_is_a_row_of_the_table(here: Path):
     """Such as one of another user; to see that a run is going on, it is enough to read the lock."""
-    words = tuple(word for word in ONE if not word.startswith("name="))
-    assert train(*words, "name=done").status == 0
-    with started(*words, "name=going", "recipe.epochs=4000"):
+    trained(ONE, name="done")
+    with started(ONE, "name=going", "recipe.epochs=4000"):
         eventually(lambda: Run("outputs/going").steps)
         Path("outputs/going/.lock").chmod(0o444)
         assert "going: running" in script("runs", "outputs").out
@@ -155,11 +165,7 @@ def test_a_run_whose_lock_cannot_be_opened_is_a_row_of_the_table(here: Path):
     lock.unlink()
     lock.symlink_to("nowhere/lock")
     for _ in range(2):
-        result = script("runs", "outputs")
-        assert result.status == 0 and "1 finished" in result.out, result
-        assert "going" in result.out
-        assert "unusable" in result.out
-        assert ".lock: " in result.out
+        assert_succeeded(script("runs", "outputs"), "1 finished", "going", "unusable", ".lock: ")
 
 
 @contextmanager
@@ -179,16 +185,11 @@ def without_rights_of_root() -> Iterator[None]:
 
 
 def test_a_run_that_another_user_has_closed_is_a_row_of_the_table(here: Path):
-    words = tuple(word for word in ONE if not word.startswith("name="))
-    for name in ("done", "closed"):
-        assert train(*words, f"name={name}").status == 0
+    trained(ONE, name="done")
+    trained(ONE, name="closed")
     Path("outputs/closed").chmod(0)
     with without_rights_of_root():
         table = script("runs", "outputs")
-        again = train(*words, "name=closed", "resume=auto")
-    assert table.status == 0 and "1 finished" in table.out, table
-    assert "closed" in table.out
-    assert "unusable" in table.out
-    assert "Permission denied" in table.out
-    assert (again.status, len(again.lines)) == (2, 1)
-    assert "Permission denied" in again.err
+        again = train(ONE, "name=closed", "resume=auto")
+    assert_succeeded(table, "1 finished", "closed", "unusable", "Permission denied")
+    assert_refused(again, "Permission denied")

@@ -4,91 +4,119 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from reproduction import system
-from tests.doors import ROOT, SMALL, Run, started, train
+from tests.doors import ROOT, SMALL, Run, assert_succeeded, ended, started, train
 
-ONE = (*SMALL, "name=mine", "resume=auto")
+ONE = (SMALL, "name=mine", "resume=auto")
 
 
-def test_files_are_flushed_before_they_are_moved_and_folders_after(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """And the lines of metrics.jsonl before the checkpoint that records their size."""
-    log = here / "log"
-    monkeypatch.setenv("FSYNC_LOG", str(log))
-    with started(*ONE, launcher=(str(ROOT / "tests" / "recorder.py"),)) as process:
-        assert process.wait(300) == 0
-    events = [line.split() for line in log.read_text().splitlines()]
-    mine = here / "outputs" / "mine"
-    moved = [Path(event[2]) for event in events if event[0] == "move"]
-    assert {mine / "config.yaml", mine / "summary.json", mine / "report.md"} <= {*moved}
-    checkpoints = mine / "checkpoints"
-    assert moved.count(checkpoints / "last.pt") == 2
-    for number, (kind, path, *rest) in enumerate(events):
-        if kind == "move":
-            before = events[number - 1]
-            after = events[number + 1]
-            assert before[:2] == ["flush", path], events
-            assert after[:2] == ["flush", str(Path(rest[0]).parent)], events
-        assert kind != "gone"
-    sizes = [int(event[2]) for event in events if event[1] == str(mine / "metrics.jsonl")]
-    run = Run(mine)
-    assert [run.checkpoint(age)["metrics_size"] for age in (1, 0)] == sizes[-2:]
-    last = max(i for i, event in enumerate(events) if event[-1] == str(checkpoints / "last.pt"))
-    lines = max(i for i, event in enumerate(events) if event[1] == str(mine / "metrics.jsonl"))
-    assert lines < last
+class Event(NamedTuple):
+    """What a run lets the system do with a file: `flush`, `move` or `gone`."""
+
+    kind: str
+    path: str
+    rest: str  # the bytes of one that is flushed, the target of one that is moved
+
+
+class Noted(NamedTuple):
+    events: list[Event]
+    run: Run
+
+
+@pytest.fixture(scope="module")
+def noted(tmp_path_factory: pytest.TempPathFactory) -> Noted:
+    """A run, and what tests/recorder.py has noted of it."""
+    root = tmp_path_factory.mktemp("noted")
+    recorder = str(ROOT / "tests" / "recorder.py")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSYNC_LOG", str(root / "log"))
+        with started(ONE, f"output_root={root}", launcher=[recorder]) as process:
+            assert_succeeded(ended(process))
+    events = []
+    for line in (root / "log").read_text().splitlines():
+        kind, path, *rest = line.split()
+        events.append(Event(kind, path, " ".join(rest)))
+    return Noted(events, Run(root / "mine"))
+
+
+def test_files_are_flushed_before_they_are_moved_and_folders_after(noted: Noted):
+    events = noted.events
+    for place, event in enumerate(events):
+        assert event.kind != "gone"
+        if event.kind == "move":
+            before = events[place - 1]
+            after = events[place + 1]
+            assert before[:2] == ("flush", event.path), events
+            assert after[:2] == ("flush", str(Path(event.rest).parent)), events
+
+
+def test_which_files_are_moved_into_their_place(noted: Noted):
+    folder = noted.run.path
+    moved = [Path(event.rest) for event in noted.events if event.kind == "move"]
+    for name in ("config.yaml", "summary.json", "report.md"):
+        assert folder / name in moved
+    assert moved.count(folder / "checkpoints/last.pt") == 2
+
+
+def test_lines_are_flushed_before_the_checkpoint_that_records_their_size(noted: Noted):
+    lines = str(noted.run.path / "metrics.jsonl")
+    last = str(noted.run.path / "checkpoints/last.pt")
+    flushed = [place for place, event in enumerate(noted.events) if event.path == lines]
+    moved = [place for place, event in enumerate(noted.events) if event.rest == last]
+    assert flushed[-1] < moved[-1]
+    sizes = [int(noted.events[place].rest) for place in flushed]
+    recorded = [noted.run.checkpoint(age)["metrics_size"] for age in (1, 0)]
+    assert recorded == sizes[-2:]
 
 
 def test_what_a_killed_process_leaves_is_removed_by_the_next_one(here: Path):
-    assert train(*ONE, "recipe.max_steps=1").status == 0
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
+    assert_succeeded(train(ONE, "recipe.max_steps=1"))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
     host = socket.gethostname().replace(".", "-")
-    gone = process.pid
     left = [
         "checkpoints/.last.pt.tmp",  # of an earlier revision
         "checkpoints/.last.pt.elsewhere-1.tmp",
         ".summary.json.elsewhere-1.tmp",
-        f".report.md.{host}-{gone}.tmp",
+        f".report.md.{host}-{gone.pid}.tmp",
     ]
     used = [f".evaluation-last.json.{host}-{os.getpid()}.tmp", ".accuracy.png.elsewhere-1.tmp"]
-    for name in (*left, *used):
+    for name in left + used:
         Path("outputs/mine", name).touch()
-    assert train(*ONE, "recipe.max_steps=1").status == 0
-    assert {x.name for x in Path("outputs/mine").rglob("*.tmp")} == {*used}
+    assert_succeeded(train(ONE, "recipe.max_steps=1"))
+    names = [path.name for path in Path("outputs/mine").rglob("*.tmp")]
+    assert sorted(names) == sorted(used)
 
 
 @pytest.mark.slow
 def test_two_programs_write_the_same_file_beside_each_other(here: Path):
-    assert train(*ONE).status == 0
+    assert_succeeded(train(ONE))
+    evaluation = partial(started, "run=outputs/mine", program="eval.py")
     for _ in range(3):
-        with ExitStack() as stack:
-            pair = [
-                stack.enter_context(started("run=outputs/mine", program="eval.py"))
-                for _ in range(2)
-            ]
-            results = [(x.wait(300), x.communicate()[1]) for x in pair]
-        assert results == [(0, "")] * 2
+        with evaluation() as one, evaluation() as other:
+            for result in (ended(one), ended(other)):
+                assert_succeeded(result)
+                assert result.err == ""
     assert Run("outputs/mine").evaluation()["images"] == 60
 
 
 def test_a_run_without_a_terminal_tells_how_far_it_is(here: Path, monkeypatch: pytest.MonkeyPatch):
-    assert "step" not in train(*ONE).out
+    assert "step" not in train(ONE).out
     monkeypatch.setattr(system, "PULSE", 0.0)
-    out = train(*ONE, "output_root=told").out
+    out = train(ONE, "output_root=told").out
     run = Run("told/mine")
-    for line in run.steps:
-        parts = (
-            f"  step {line['step']}/6  loss {line['loss']:.3f}  mixed {line['mixed_samples']:.3g} "
-        )
-        assert f"epoch {line['epoch']}/2{parts}" in out
-    assert out.count(" left") >= 6
     assert len(run.steps) == 6
+    for line in run.steps:
+        place = "epoch {epoch}/2  step {step}/6".format(**line)
+        figures = "loss {loss:.3f}  mixed {mixed_samples:.3g} ".format(**line)
+        assert f"{place}  {figures}" in out
+    assert out.count(" left") >= 6
 
 
 IMPORT = """
@@ -104,8 +132,10 @@ def child():
     time.sleep(60)
 
 before = [*warnings.filters]
-import reproduction
+handlers = [signal.getsignal(x) for x in signal.valid_signals()]
+import reproduction, reproduction.training.run, reproduction.reporting.report
 reproduction.load_run("outputs/mine")
+assert [signal.getsignal(x) for x in signal.valid_signals()] == handlers
 ours = [x for x in warnings.filters if x not in before and "PIL" in str(x)]
 assert not ours, ours
 multiprocessing.get_context("fork").Process(target=child, daemon=True).start()
@@ -115,8 +145,8 @@ while not os.path.exists("ready"):
 
 
 def test_an_import_has_no_effects_on_a_process(here: Path):
-    """Its children are ended as Python ends them, and its warnings are shown."""
-    assert train(*ONE, "recipe.max_steps=1").status == 0
+    """Its children are ended as Python ends them, its signals and warnings are its own."""
+    assert_succeeded(train(ONE, "recipe.max_steps=1"))
     subprocess.run([sys.executable, "-c", IMPORT], check=True)
     assert Path("ended").exists()
 
@@ -132,10 +162,12 @@ def test_the_revision_is_that_of_the_code_and_of_no_project_around_it(here: Path
     revisions = []
     for files in (".gitignore", ".venv"):
         Path("project/.gitignore").touch()
-        words = ["-c", "user.name=x", "-c", "user.email=x", "-C", "project"]
-        for command in (["init", "-q"], ["add", files], ["commit", "-qm", "x"]):
-            subprocess.run(["git", *words, *command], check=True)
+        for command in ("init -q", f"add {files}", "commit -qm x"):
+            line = f"git -c user.name=x -c user.email=x -C project {command}"
+            subprocess.run(line.split(), check=True)
         environment = os.environ | {"PYTHONPATH": str(package.parent)}
         output = subprocess.check_output([sys.executable, "-c", ask], env=environment, text=True)
         revisions.append(output.strip())
-    assert revisions[0] == "None" and len(revisions[1]) == 40, revisions
+    before, after = revisions
+    assert before == "None"
+    assert len(after) == 40

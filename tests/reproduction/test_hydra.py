@@ -5,7 +5,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.doors import SMALL, Run, runs, script, train
+from tests.doors import (
+    SMALL,
+    Run,
+    assert_refused,
+    assert_succeeded,
+    runs,
+    script,
+    snapshot,
+    train,
+    words_of,
+)
 
 pytestmark = pytest.mark.usefixtures("here")
 SHOWN = {  # command -> what it prints
@@ -55,9 +65,10 @@ def write_own_files() -> None:
 @pytest.mark.parametrize("command", SHOWN)
 def test_a_habit_of_hydra_works(command: str):
     write_own_files()
-    result = train(*command.replace("file://", f"file://{Path.cwd()}/").split())
-    assert result.status == 0 and SHOWN[command] in result.out + result.err, result
-    assert [*Path().iterdir()] == [Path("own")]
+    result = train(command.replace("file://", f"file://{Path.cwd()}/").split())
+    assert_succeeded(result)
+    assert SHOWN[command] in result.out + result.err
+    assert list(Path().iterdir()) == [Path("own")]
 
 
 @pytest.mark.parametrize(
@@ -91,22 +102,19 @@ def test_the_shell_completes(typed: str, option: str, monkeypatch: pytest.Monkey
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_line(command: str, named: str):
-    result = train(*command.split())
-    assert (result.status, len(result.lines)) == (2, 1) and named in result.err, result
-    assert not [*Path().iterdir()]
+    assert_refused(train(command.split()), named)
+    assert not snapshot()
 
 
 def test_any_launcher_ends_in_one_table_and_goes_on(monkeypatch: pytest.MonkeyPatch):
     """Hydra's basic launcher stands for those that are plugins: each point runs as its job."""
-    sweep = ("-m", "hydra/launcher=basic", "seed=0,1", *SMALL, "recipe.epochs=1", "resume=auto")
-    first = train(*sweep)
-    assert first.status == 0 and "2 of 2 runs are finished" in first.out, first
+    sweep = (words_of("-m hydra/launcher=basic seed=0,1"), SMALL, "recipe.epochs=1", "resume=auto")
+    assert_succeeded(train(sweep), "2 of 2 runs are finished")
     assert not Path("outputs/.sweeps").exists()  # what jobs have noted is taken
     seconds = [run.summary["seconds"] for run in runs()]
-    again = train(*sweep)
-    assert "2 of 2 runs are finished" in again.out
+    assert_succeeded(train(sweep), "2 of 2 runs are finished")
     assert [run.summary["seconds"] for run in runs()] == seconds
-    failed = train(*sweep, "recipe.lr=1e30,0.001")
+    failed = train(sweep, "recipe.lr=1e30,0.001")
     assert failed.status == 1
     assert failed.err.count("is kept as failed") == 2
 
@@ -114,8 +122,8 @@ def test_any_launcher_ends_in_one_table_and_goes_on(monkeypatch: pytest.MonkeyPa
 def test_the_words_of_a_run_are_recorded():
     own = Path("own/experiment")
     write_own_files()
-    words = ("seed=0,1", "name=it's ${seed}", "experiment=own", *SMALL)
-    assert train("-m", "-cd", "own", "jobs=2", *words).status == 0
+    words = ("seed=0,1", "name=it's ${seed}", "experiment=own", SMALL)
+    assert_succeeded(train("-m", "-cd", "own", "jobs=2", words))
     summary = Run("outputs/it's 1").summary
     assert own.is_dir()
     assert summary["overrides"][:2] == ["seed=1", "name='it\\'s ${seed}'"]

@@ -1,6 +1,8 @@
 """Inputs of a step: the order of images, augmentation, mixing and erasing, by seed, as timm's."""
 
+from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -10,87 +12,110 @@ from timm.data import create_transform
 from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
+from torch.testing import assert_close
 
 from reproduction.data.halves import Half
 from reproduction.data.inputs import Mixed, TrainingInputs
 from reproduction.data.loaders import build_training_images
 from reproduction.data.seeding import Purpose, seed_device, seeded
-from scripts.bench import build_trainer
-from tests.doors import SMALL, config_of, step, train
-from tests.images import OWN, recorded
+from tests.doors import SHORT, Words, build_trainer, config_of, step, trained, words_of
+from tests.images import OWN, reads, recorded
 
 CPU = torch.device("cpu")
 UNSCALED = ("dataset.mean=[0,0,0]", "dataset.std=[1,1,1]")
+NO_ERASING = "recipe.transforms.erasing_prob=0"
 IMAGES = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8)
-RUN = (*OWN, *(x for x in SMALL if "limit" not in x), "augmentation=[]")
+RUN = (OWN, SHORT, "augmentation=[]")
 
 
-def inputs_of(*overrides: str) -> TrainingInputs:
-    return build_trainer(["model.embed_dim=16", *overrides]).inputs
+class Key(NamedTuple):
+    """What the inputs of a step are drawn by."""
+
+    seed: int = 0
+    step: int = 0
+    rank: int = 0
+
+
+def inputs_of(*words: Words) -> TrainingInputs:
+    return build_trainer("model.embed_dim=16", words).inputs
 
 
 def erasing(prob: float, mode: str, *more: str) -> TrainingInputs:
-    settings = {"prob": prob, "mode": mode}
-    words = [f"recipe.transforms.erasing_{key}={value}" for key, value in settings.items()]
-    return inputs_of("augmentation=[]", *UNSCALED, *words, *more)
+    prefix = "recipe.transforms.erasing"
+    words = (f"{prefix}_prob={prob}", f"{prefix}_mode={mode}", more)
+    return inputs_of("augmentation=[]", UNSCALED, words)
 
 
-def prepared(inputs: TrainingInputs, images: Tensor, *key: int) -> Mixed:
+def prepared(inputs: TrainingInputs, images: Tensor, key: Key) -> Mixed:
     torch.rand(3)  # anything may draw between two steps
     return inputs(images, torch.arange(len(images)) % 10, *key)
+
+
+def random_images(count: int, size: int = 32, low: int = 0) -> Tensor:
+    return torch.randint(low, 256, (count, 3, size, size), dtype=torch.uint8)
+
+
+def distinct(tensors: list[Tensor]) -> int:
+    """How many different ones there are."""
+    return len({tuple(tensor.flatten().tolist()) for tensor in tensors})
 
 
 # The order of images
 
 
-def order_of(log: Path, ranks: int = 1) -> list[list[list[int]]]:
-    """The training images by epoch and rank; before the run, it tries the first image."""
-    lines = [line.split() for line in log.read_text().splitlines()][1:]
-    shares = [
-        [int(i) for half, i, r in lines if half == "train" and int(r) == rank]
-        for rank in range(ranks)
-    ]
-    return [
-        [x[: len(x) // 2] for x in shares],
-        [x[len(x) // 2 :] for x in shares],
-    ]
+def epochs_of(log: Path, rank: int = 0) -> tuple[list[int], list[int]]:
+    """The training images of a rank in the two epochs; before the run, it tries the first image."""
+    _, *later = reads(log)
+    order = [read.index for read in later if read.half == "train" and read.rank == rank]
+    half = len(order) // 2
+    return order[:half], order[half:]
 
 
 def test_each_epoch_reads_every_image_once_in_an_order_by_seed_and_epoch(here: Path):
     orders = []
     for seed, workers in ((0, 0), (0, 1), (1, 0)):
         log = here / f"log-{seed}-{workers}"
-        words = [f"name={log.name}", f"seed={seed}", f"dataset.workers={workers}"]
         with recorded(log):
-            assert train(*RUN, *words).status == 0
-        orders += [epoch[0] for epoch in order_of(log)]
-    assert all(sorted(order) == [*range(60)] for order in orders)
-    first, second, again, later, other, _ = orders
-    assert (first, second) == (again, later)
-    assert len({tuple(x) for x in (first, second, other, range(60))}) == 4
+            trained(RUN, f"seed={seed}", f"dataset.workers={workers}", name=log.name)
+        orders.append(epochs_of(log))
+    for first, second in orders:
+        assert sorted(first) == list(range(60))
+        assert sorted(second) == list(range(60))
+    whole, with_worker, of_other_seed = orders
+    assert whole == with_worker
+    different = {tuple(order) for order in (*whole, of_other_seed[0], range(60))}
+    assert len(different) == 4
 
 
 def test_two_ranks_share_the_batches_of_one_process(here: Path):
     for ranks in (1, 2):
+        words = (RUN, f"devices={ranks}", "recipe.batch_size=22")
         with recorded(here / f"log-{ranks}"):
-            result = train(*RUN, f"name=run-{ranks}", f"devices={ranks}", "recipe.batch_size=22")
-        assert result.status == 0, result.err
-    alone = order_of(here / "log-1")
-    shared = order_of(here / "log-2", ranks=2)
-    for (whole,), (first, second) in zip(alone, shared, strict=True):
-        for batch in np.split(np.array(whole), 3):  # 20 images each, not 22, 22 and 16
-            assert batch.tolist() == first[:10] + second[:10]
-            del first[:10], second[:10]
+            trained(words, name=f"run-{ranks}")
+    alone = epochs_of(here / "log-1")
+    first = epochs_of(here / "log-2")
+    second = epochs_of(here / "log-2", rank=1)
+    for epoch in (0, 1):  # of 3 batches of 20 images each, not 22, 22 and 16
+        shares = np.array([first[epoch], second[epoch]]).reshape(2, 3, 10)
+        batches = shares.transpose(1, 0, 2)
+        assert batches.flatten().tolist() == alone[epoch]
 
 
 # Augmentation
 
 
-@pytest.mark.parametrize(("seed", "scale"), [(0, "[0.08,1]"), (1, "[0.08,1]"), (2, "[1,1]")])
-def test_augmentation_and_normalisation_equal_timm(seed: int, scale: str):
+WIDE = (0.75, 1.3333)  # ratios of the crop
+
+
+@pytest.mark.parametrize(
+    ("seed", "scale", "ratio"),
+    [(0, "[0.08,1]", WIDE), (1, "[0.08,1]", WIDE), (2, "[1,1]", (1.0, 1.0))],
+)
+def test_augmentation_and_normalisation_equal_timm(
+    seed: int, scale: str, ratio: tuple[float, float]
+):
     """Compares values after the recipe's complete augmentation, of images that are oblong."""
-    words = ("recipe=cifar_cct", f"seed={seed}", f"recipe.transforms.scale={scale}")
-    config = config_of(*words)
+    config = config_of("recipe=cifar_cct", f"seed={seed}", f"recipe.transforms.scale={scale}")
     pixels = np.random.default_rng(seed).integers(0, 256, (12, 32, 48, 3), np.uint8)
     pictures = [(Image.fromarray(image), i) for i, image in enumerate(pixels)]
     ours = build_training_images(config, Half.of(pictures, range(12)))
@@ -100,7 +125,7 @@ def test_augmentation_and_normalisation_equal_timm(seed: int, scale: str):
         (3, 32, 32),
         is_training=True,
         scale=tuple(transforms.scale),
-        ratio=(1.0, 1.0) if scale == "[1,1]" else (0.75, 1.3333),
+        ratio=ratio,
         interpolation=transforms.interpolation,
         hflip=transforms.hflip,
         color_jitter=0.4,
@@ -116,16 +141,17 @@ def test_augmentation_and_normalisation_equal_timm(seed: int, scale: str):
         assert example.target == index
         with seeded(Purpose.AUGMENT, seed, 1, index):
             expected = timms(pictures[index][0])
-        torch.testing.assert_close(normalize(example.image[None])[0], expected, atol=2e-6, rtol=0)
+        assert_close(normalize(example.image[None])[0], expected, atol=2e-6, rtol=0)
         assert torch.equal(ours[(1, index)].image, example.image)  # whatever batch it is in
     later = ours.__getitems__([(2, index) for index in range(12)])
-    differing = [not torch.equal(x.image, y.image) for x, y in zip(batch, later, strict=True)]
-    assert sum(differing) > 6  # some are alike by chance
+    pairs = zip(batch, later, strict=True)
+    alike = [torch.equal(one.image, other.image) for one, other in pairs]
+    assert sum(alike) < 6  # by chance
 
 
 def test_a_square_image_of_scale_one_is_not_cropped():
     words = ("augmentation=[]", "recipe.transforms.scale=[1,1]", "recipe.transforms.hflip=0")
-    config = config_of("recipe=quickstart", *words)
+    config = config_of("recipe=quickstart", words)
     pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
     images = build_training_images(config, Half.of([(x, 0) for x in pixels], [0] * 3))
     for index, expected in enumerate(pixels):
@@ -137,39 +163,44 @@ def test_a_square_image_of_scale_one_is_not_cropped():
 
 
 def test_erased_boxes_equal_timms_image_by_image():
-    images = torch.randint(1, 256, (64, 3, 32, 32), dtype=torch.uint8)
-    erased = prepared(erasing(0.5, "const"), images, 0, 3, 0).images
+    images = random_images(64, low=1)
+    erased = prepared(erasing(0.5, "const"), images, Key(step=3)).images
     timms = RandomErasing(0.5, mode="const", max_count=1, device="cpu")
     with seeded(Purpose.ERASE_BOXES, 0, 3, 0):
         expected = torch.stack([timms(image.clone()) for image in images / 255])
-    torch.testing.assert_close(erased, expected)
+    assert_close(erased, expected)
     assert (expected == 0).any()
 
 
-@pytest.mark.parametrize(("mode", "colours"), [("pixel", None), ("rand", 1)])
-def test_erased_boxes_are_filled_with_standard_noise(mode: str, colours: int | None):
+@pytest.mark.parametrize("mode", ["pixel", "rand"])
+def test_erased_boxes_are_filled_with_standard_noise(mode: str):
     inputs = erasing(1.0, mode, "dataset.std=[0.01,0.01,0.01]")
     images = torch.full((400, 3, 32, 32), 255, dtype=torch.uint8)
-    erased = prepared(inputs, images, 0, 0, 0).images
+    erased = prepared(inputs, images, Key()).images
     is_box = (erased < 50).any(dim=1)  # b h w
     filled = erased.movedim(1, -1)[is_box]  # pixels 3
     assert abs(filled.mean()) < 0.1
     assert abs(filled.std() - 1) < 0.1
     first = erased[0].movedim(0, -1)[is_box[0]]
-    assert len(first.unique(dim=0)) == (colours or len(first))
+    colours = len(first.unique(dim=0))
+    if mode == "pixel":
+        assert colours == len(first)
+    else:
+        assert colours == 1
     assert len(filled.unique(dim=0)) >= 390  # no two images share their noise
 
 
 @pytest.mark.parametrize("stack", ["mixup", "cutmix", "mixup,cutmix"])
 def test_a_quarter_of_the_images_is_erased_after_mixing(stack: str):
     """1,000 images with the recipe's probability; erasing before would touch 44 %."""
-    words = ["recipe=cifar_cct", f"augmentation=[{stack}]"]
-    ours = inputs_of(*words)
-    plain = inputs_of(*words, "recipe.transforms.erasing_prob=0")
+    words = ("recipe=cifar_cct", f"augmentation=[{stack}]")
+    ours = inputs_of(words)
+    plain = inputs_of(words, NO_ERASING)
     touched = 0
     for number in range(10):
-        images = torch.randint(256, (100, 3, 32, 32), dtype=torch.uint8)
-        erased, mixed = (prepared(x, images, 0, number, 0) for x in (ours, plain))
+        images = random_images(100)
+        erased = prepared(ours, images, Key(step=number))
+        mixed = prepared(plain, images, Key(step=number))
         differs = (erased.images != mixed.images).flatten(1).any(dim=1)
         touched += int(differs.sum())
         assert torch.equal(erased.targets(10, 0.1), mixed.targets(10, 0.1))
@@ -179,110 +210,126 @@ def test_a_quarter_of_the_images_is_erased_after_mixing(stack: str):
 # Draws by seed, step and rank
 
 
+KEYS = [Key(), Key(seed=1), Key(step=1), Key(rank=1)]
+
+
 @pytest.mark.parametrize("stack", ["mixup", "cutmix", "mixup,cutmix", ""])
 def test_inputs_are_a_function_of_seed_step_and_rank(stack: str):
-    words = [f"augmentation=[{stack}]", "recipe.transforms.erasing_prob=1"]
-    inputs = inputs_of(*words, "recipe.transforms.erasing_mode=pixel")
+    erase = ("recipe.transforms.erasing_prob=1", "recipe.transforms.erasing_mode=pixel")
+    inputs = inputs_of(f"augmentation=[{stack}]", erase)
     before = IMAGES.clone()
     state = torch.get_rng_state()
-    keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
-    results = [inputs(IMAGES, torch.arange(8), *key) for key in keys]
+    results = {key: inputs(IMAGES, torch.arange(8), *key) for key in KEYS}
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(IMAGES, before)
-    for key, mixed in zip(keys, results, strict=True):
-        again = prepared(inputs, IMAGES, *key)
+    for key, mixed in results.items():
+        again = prepared(inputs, IMAGES, key)
         assert torch.equal(again.images, mixed.images)
         assert torch.equal(again.targets(10, 0.1), mixed.targets(10, 0.1))
-    assert len({tuple(mixed.images.flatten().tolist()) for mixed in results}) == len(keys)
-    labels = {tuple(mixed.targets(10, 0.1).flatten().tolist()) for mixed in results}
-    assert len(labels) == (len(keys) if stack else 1)
+    labels = [mixed.targets(10, 0.1) for mixed in results.values()]
+    assert distinct([mixed.images for mixed in results.values()]) == 4
+    if stack:
+        assert distinct(labels) == 4
+    else:
+        assert distinct(labels) == 1
 
 
 def test_purposes_have_different_random_streams():
     """Not even the noise of a box equals what dropout draws in that step."""
-    noise = prepared(erasing(1.0, "pixel"), torch.zeros_like(IMAGES), 0, 1, 0).images.flatten()
+    black = torch.zeros_like(IMAGES)
+    noise = prepared(erasing(1.0, "pixel"), black, Key(step=1)).images.flatten()
     with seeded(Purpose.AUGMENT):  # restores the generator
         seed_device(CPU, Purpose.MODEL, 0, 1, 0)
         dropout = torch.randn(noise.shape)
     assert (noise == dropout).sum() < 3  # by chance
-    draws = set()
-    for purpose in Purpose:
-        with seeded(purpose, 0, 7, 0):
-            draws.add(float(torch.rand(1)))
-    assert len(draws) == len(Purpose)
 
 
 # Mixing
 
 
+CERTAIN = words_of("""
+    augmentation.mixup.alpha=0.8 augmentation.mixup.prob=1
+    augmentation.cutmix.alpha=0.8 augmentation.cutmix.prob=1
+""")
+
+
 @pytest.mark.parametrize("n", [6, 7, 1])
-@pytest.mark.parametrize("stack", ["mixup", "cutmix", "mixup,cutmix"])
-def test_input_mixing_equals_timm_and_accepts_odd_batches(n: int, stack: str):
-    alphas = {f"{name}_alpha": 0.8 if name in stack else 0.0 for name in ("mixup", "cutmix")}
-    words = [f"augmentation.{x}.{k}" for x in stack.split(",") for k in ("alpha=0.8", "prob=1")]
-    words += [f"augmentation=[{stack}]", "recipe.transforms.erasing_prob=0", *UNSCALED]
-    ours = inputs_of(*words)
-    theirs = Mixup(**alphas, label_smoothing=0.1, num_classes=10)
+@pytest.mark.parametrize(
+    ("stack", "mixup", "cutmix"),
+    [("mixup", 0.8, 0), ("cutmix", 0, 0.8), ("mixup,cutmix", 0.8, 0.8)],
+)
+def test_input_mixing_equals_timm_and_accepts_odd_batches(
+    n: int, stack: str, mixup: float, cutmix: float
+):
+    words = [word for word in CERTAIN if word.split(".")[1] in stack]
+    ours = inputs_of(f"augmentation=[{stack}]", words, NO_ERASING, UNSCALED)
+    theirs = Mixup(mixup, cutmix, label_smoothing=0.1, num_classes=10)
     for number in range(8):
-        images = torch.randint(256, (n, 3, 8, 8), dtype=torch.uint8)
+        images = random_images(n, size=8)
         classes = torch.arange(n) % 4
         mixed = ours(images, classes, 0, number, 0)
         soft = mixed.targets(10, 0.1)
-        torch.testing.assert_close(soft.sum(dim=1), torch.ones(n))
+        assert_close(soft.sum(dim=1), torch.ones(n))
         if n % 2 == 0:
             with seeded(Purpose.MIX_INPUTS, 0, number, 0):
-                expected = theirs(images / 255, classes)
-            torch.testing.assert_close(mixed.images, expected[0])
-            assert torch.equal(soft, expected[1])
+                expected, targets = theirs(images / 255, classes)
+            assert_close(mixed.images, expected)
+            assert torch.equal(soft, targets)
+
+
+def kind_of(image: Tensor) -> str:
+    """How a black image was mixed with a white one."""
+    if ((image > 0) & (image < 1)).any():
+        return "mixup"
+    if (image == 1).any():
+        return "cutmix"
+    return "none"
 
 
 def test_input_mixing_has_the_configured_probabilities():
-    shares = {"mixup": 0.2, "cutmix": 0.6}
-    words = [f"augmentation.{name}.prob={share}" for name, share in shares.items()]
-    words += [f"augmentation.{name}.alpha=1" for name in shares]
-    erase = "recipe.transforms.erasing_prob=0"
-    inputs = inputs_of("augmentation=[mixup,cutmix]", *words, erase, *UNSCALED)
-    kinds = {"none": 0, "mixup": 0, "cutmix": 0}
-    images = torch.stack([torch.zeros(3, 8, 8), torch.full((3, 8, 8), 255)]).byte()
+    words = words_of("""
+        augmentation=[mixup,cutmix] augmentation.mixup.prob=0.2 augmentation.cutmix.prob=0.6
+        augmentation.mixup.alpha=1 augmentation.cutmix.alpha=1
+    """)
+    inputs = inputs_of(words, NO_ERASING, UNSCALED)
+    black = torch.zeros(3, 8, 8)
+    white = torch.full((3, 8, 8), 255.0)
+    images = torch.stack([black, white]).byte()
+    kinds = Counter[str]()
     for number in range(2000):
-        values = inputs(images, torch.tensor([0, 1]), 0, number, 0).images[0].unique()
-        soft = bool(((values > 0) & (values < 1)).any())
-        kinds["mixup" if soft else "cutmix" if (values == 1).any() else "none"] += 1
-    assert kinds["mixup"] / 2000 == pytest.approx(0.1, abs=0.03)
-    assert kinds["cutmix"] / 2000 == pytest.approx(0.3, abs=0.05)  # some boxes are empty
+        mixed = inputs(images, torch.tensor([0, 1]), 0, number, 0)
+        kinds[kind_of(mixed.images[0])] += 1
+    assert kinds["mixup"] == pytest.approx(200, abs=60)
+    assert kinds["cutmix"] == pytest.approx(600, abs=100)  # some boxes are empty
 
 
 def test_labels_are_mixed_like_images_and_smoothed_like_timms():
-    words = ["augmentation.mixup.prob=1", "recipe.transforms.erasing_prob=0"]
-    inputs = inputs_of("augmentation=[mixup]", *words, *UNSCALED)
-    images = (50 * torch.arange(5))[:, None, None, None].expand(5, 3, 2, 2).byte()
+    inputs = inputs_of("augmentation=[mixup]", "augmentation.mixup.prob=1", NO_ERASING, UNSCALED)
+    brightness = 50 * torch.arange(5)
+    images = brightness[:, None, None, None].expand(5, 3, 2, 2).byte()
     for number in range(5):
         mixed = inputs(images, torch.arange(5), 0, number, 0)
         soft = mixed.targets(5, 0.0)
-        values = soft @ torch.arange(5.0) * 50 / 255  # the pixel value that the labels imply
-        torch.testing.assert_close(mixed.images[:, 0, 0, 0], values)
+        implied = soft @ brightness.float() / 255
+        assert_close(mixed.images[:, 0, 0, 0], implied)
         assert 0 < soft[0, 0] < 1
     inputs.stop_mixing()
     mixed = inputs(images, torch.arange(5), 0, 0, 0)
-    torch.testing.assert_close(mixed.images, images / 255)
-    torch.testing.assert_close(mixed.targets(5, 0.1), 0.9 * torch.eye(5) + 0.02)
+    assert_close(mixed.images, images / 255)
+    assert_close(mixed.targets(5, 0.1), 0.9 * torch.eye(5) + 0.02)
 
 
 def test_dropout_is_a_function_of_seed_and_step():
-    still = ["recipe.lr=1e-9", "recipe.min_lr=0", "recipe.warmup_epochs=0", "augmentation=[]"]
-    words = [
-        *still,
-        "model.embed_dim=16",
-        "model.drop_path=0.5",
-        "recipe.transforms.erasing_prob=0",
-    ]
+    still = words_of("""
+        recipe.lr=1e-9 recipe.min_lr=0 recipe.warmup_epochs=0 augmentation=[]
+        model.embed_dim=16 model.drop_path=0.5
+    """)
 
-    def losses(*more: str) -> list[float]:
-        trainer = build_trainer([*words, *more])
-        return [step(trainer, IMAGES, torch.arange(8)).losses[0] for _ in range(3)]
+    def losses(seed: int) -> list[float]:
+        trainer = build_trainer(still, NO_ERASING, f"seed={seed}")
+        batch = (IMAGES, torch.arange(8))
+        return [step(trainer, batch).losses[0] for _ in range(3)]
 
-    first = losses()
-    again = losses()
-    other = losses("seed=1")
-    assert first == again
-    assert len({*first, *other}) == 6
+    first = losses(0)
+    assert losses(0) == first
+    assert len({*first, *losses(1)}) == 6

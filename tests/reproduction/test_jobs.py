@@ -10,40 +10,53 @@ from pathlib import Path
 
 import pytest
 
-from reproduction.system import usable_cores
-from tests.doors import ROOT, SMALL, Run, eventually, runs, same, snapshot, started, train
+from tests.doors import (
+    PATIENCE,
+    ROOT,
+    SHORT,
+    SMALL,
+    Run,
+    assert_refused,
+    assert_succeeded,
+    eventually,
+    runs,
+    same,
+    snapshot,
+    started,
+    statuses,
+    train,
+    trained,
+    words_of,
+)
 from tests.images import OWN, disturbed
+from tests.pages import codes
 
-ONE = (*SMALL, "recipe.epochs=1")
-MINE = (*OWN, *(word for word in SMALL if "limit" not in word))
-
-
-def statuses() -> list[str]:
-    return [run.summary["status"] for run in runs()]
+ONE = (SMALL, "recipe.epochs=1")
+MINE = (OWN, SHORT)
 
 
 @pytest.mark.parametrize("jobs", [[], ["jobs=2"]], ids=["in turn", "processes"])
 def test_a_failed_point_ends_no_other_and_is_told_at_the_end(here: Path, jobs: list[str]):
-    result = train("-m", *jobs, "recipe.lr=1e30,0.001", "seed=range(2)", *ONE)
+    result = train("-m", jobs, "recipe.lr=1e30,0.001", "seed=range(2)", ONE)
     assert result.status == 1, result
     assert len(result.lines) == 2
     assert result.err.count("is kept as failed") == 2
     assert sorted(statuses()) == ["failed"] * 2 + ["finished"] * 2
     assert "2 of 4 runs are finished" in result.out
     assert "report/lr-" in result.out
-    for run in runs() if jobs else ():
-        assert "epoch" in Path("outputs/.logs", f"{run.path.name}.log").read_text()
-    again = train("-m", *jobs, "recipe.lr=0.001", "seed=range(2)", "resume=auto", *ONE)
-    assert again.status == 0
+    if jobs:
+        for run in runs():
+            assert "epoch" in Path("outputs/.logs", f"{run.path.name}.log").read_text()
+    assert_succeeded(train("-m", jobs, "recipe.lr=0.001", "seed=range(2)", "resume=auto", ONE))
     assert len(runs()) == 4
 
 
 @pytest.mark.slow
 def test_two_jobs_have_half_of_the_cores_each(here: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
-    cores = usable_cores()
+    cores = len(os.sched_getaffinity(0))
     assert cores > 1, "one core cannot be divided"
-    assert train("-m", "jobs=2", "seed=0,1", *ONE).status == 0
+    assert_succeeded(train("-m", "jobs=2", "seed=0,1", ONE))
     for run in runs():
         assert run.summary["threads"] == cores // 2
         assert f"({cores // 2} cores)" in run.summary["hardware"]
@@ -51,91 +64,96 @@ def test_two_jobs_have_half_of_the_cores_each(here: Path, monkeypatch: pytest.Mo
 
 def test_a_sweep_has_the_order_of_its_words(here: Path):
     """The last one changes fastest, whatever the names sort like."""
-    sweep = ("-m", "recipe.lr=0.2,0.1", "seed=3,1", *ONE)
-    shown = train(*sweep, "dry_run=1").out
+    sweep = (words_of("-m recipe.lr=0.2,0.1 seed=3,1"), ONE)
+    shown = train(sweep, "dry_run=1").out
     points = re.findall(r"outputs/\S*-lr=(\S+?)-\S*-s(\d)-", shown)
     assert points == [("0.2", "3"), ("0.2", "1"), ("0.1", "3"), ("0.1", "1")]
 
 
 def test_errors_are_told_where_no_run_has_begun(here: Path, monkeypatch: pytest.MonkeyPatch):
-    words = ("seed=0,1", *ONE, "logger=wandb", "logger.wandb.mode=bogus")
-    result = train("-m", *words)
+    words = ("seed=0,1", ONE, "logger=wandb", "logger.wandb.mode=bogus")
+    result = train("-m", words)
     assert result.status == 2
-    assert [x for x in result.lines if "bogus" not in x] == []
     assert len(result.lines) == 2
+    for line in result.lines:
+        assert "bogus" in line
     assert "0 of 2 runs" in result.out
-    assert not [*here.iterdir()]
-    dying = "import os, sys; sys.orig_argv[-1][:5] == 'name=' and os._exit(3)"
-    Path("sitecustomize.py").write_text(dying)  # of a process that says nothing
+    assert not snapshot()
+
+
+DYING = """
+import os, sys
+if sys.orig_argv[-1].startswith("name="):
+    os._exit(3)
+"""
+
+
+def test_a_process_that_dies_without_a_word_is_told(here: Path, monkeypatch: pytest.MonkeyPatch):
+    Path("sitecustomize.py").write_text(DYING)
     monkeypatch.setenv("PYTHONPATH", str(here))
-    result = train("-m", "jobs=2", "seed=0,1", *ONE)
+    result = train("-m", "jobs=2", "seed=0,1", ONE)
     assert result.status == 1
     assert len(result.lines) == 2
     assert result.err.count("is empty") == 2
 
 
 def test_a_task_is_one_point_and_a_dry_run_is_none(here: Path):
-    sweep = ("-m", "seed=0,1,2", *ONE)
-    shown = train(*sweep, "dry_run=1")
-    assert shown.status == 0
-    assert not [*here.iterdir()]
-    names = re.findall(r"outputs/(\S+)", shown.out)
-    assert len(names) == 3
-    assert "3 runs: 3 not started" in shown.out
-    assert "-s1-" in names[1]
-    assert "embed_dim=16" in names[1]
-    assert train(*sweep, "task=1").status == 0
-    assert [run.path.name for run in runs()] == [names[1]]
-    shown = train(*sweep, "dry_run=1", "resume=auto").out
-    assert re.search(r"\| 1 +\|.* finished ", shown)
-    assert f"1: outputs/{names[1]}\n" in shown
-    other = train(*ONE, f"name='{names[1]}'", "recipe.lr=9", "dry_run=1", "resume=auto")
-    assert other.status == 2
-    assert "holds another run" in other.err
-    refused = train(*sweep, "task=3")
-    assert refused.status == 2
-    assert "task=3" in refused.err
+    sweep = ("-m", "seed=0,1,2", ONE)
+    shown = train(sweep, "dry_run=1")
+    assert_succeeded(shown, "3 runs: 3 not started")
+    assert not snapshot()
+    _, name, _ = re.findall(r"outputs/(\S+)", shown.out)
+    assert "-s1-" in name
+    assert "embed_dim=16" in name
+    assert_succeeded(train(sweep, "task=1"))
+    assert [run.path.name for run in runs()] == [name]
+    shown = train(sweep, "dry_run=1", "resume=auto")
+    assert_succeeded(shown, f"1: outputs/{name}\n")
+    assert re.search(r"\| 1 +\|.* finished ", shown.out)
+    other = train(ONE, f"name='{name}'", "recipe.lr=9", "dry_run=1", "resume=auto")
+    assert_refused(other, "holds another run")
+    assert_refused(train(sweep, "task=3"), "task=3")
 
 
-def test_names_say_what_is_trained(here: Path):
-    names = [
-        re.findall(r"outputs/(\S+)", train("dry_run=1", *words).out)[0]
-        for words in (
-            ["seed=3", "augmentation=[cutmix,mixup]"],
-            ["augmentation=[]", "recipe.lr=1e-3", "recipe.epochs=30"],
-            ["experiment=table1/cifar10_htm"],
-            ["name=mine"],
-            ["seed=3", "name='of-${seed}'"],
-        )
-    ]
-    assert names[0].startswith("cct_2_3x2-digits-mixup+cutmix-s3-")
-    assert names[1].startswith("cct_2_3x2-digits-plain-lr=1e-3-epochs=30-s0-")
-    assert names[2].startswith("table1-cifar10_htm-s0-")
-    assert names[3:] == ["mine", "of-3"]
+NAMES = {
+    "seed=3 augmentation=[cutmix,mixup]": "cct_2_3x2-digits-mixup+cutmix-s3-",
+    "augmentation=[] recipe.lr=1e-3 recipe.epochs=30": (
+        "cct_2_3x2-digits-plain-lr=1e-3-epochs=30-s0-"
+    ),
+    "experiment=table1/cifar10_htm": "table1-cifar10_htm-s0-",
+    "name=mine": "mine\n",
+    "seed=3 name='of-${seed}'": "of-3\n",
+}
+
+
+@pytest.mark.parametrize("command", NAMES)
+def test_names_say_what_is_trained(here: Path, command: str):
+    result = train("dry_run=1", command.split())
+    assert f" outputs/{NAMES[command]}" in result.out
 
 
 def test_an_interrupted_sweep_goes_on_with_the_same_command(here: Path):
-    sweep = ("-m", "seed=0,1", *MINE, "resume=auto")
+    sweep = ("-m", "seed=0,1", MINE, "resume=auto")
     with disturbed("SIGINT", at=70):
-        result = train(*sweep)
+        result = train(sweep)
     assert result.status == 130
     assert "repeat the command" in result.err
     assert "0 of 2 runs are finished" in result.out
     assert "1 interrupted" in result.out
     assert statuses() == ["interrupted"]
     assert 0 < runs()[0].checkpoint()["step"] < 6
-    assert train(*sweep).status == 0
+    assert_succeeded(train(sweep))
     assert statuses() == ["finished"] * 2
-    assert train("name=whole", "output_root=other", "seed=0", *MINE).status == 0
-    assert same(runs()[0], Run("other/whole")) == []
+    whole = trained("seed=0", MINE, name="whole", root="other")
+    assert same(runs()[0], whole) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_saves_all_processes_and_a_second_ends_them(here: Path, times: int):
-    words = ("-m", "jobs=2", "seed=0,1,2", *SMALL, "recipe.epochs=4000", "resume=auto")
-    with started(*words) as sweep:
-        eventually(lambda: sum(len(run.steps) > 3 for run in runs()) == 2)
+    words = (words_of("-m jobs=2 seed=0,1,2"), SMALL, "recipe.epochs=4000", "resume=auto")
+    with started(words) as sweep:
+        eventually(lambda: len([run for run in runs() if len(run.steps) > 3]) == 2)
         for _ in range(times):
             sweep.send_signal(signal.SIGINT)
             time.sleep(0.02)
@@ -146,35 +164,32 @@ def test_ctrl_c_saves_all_processes_and_a_second_ends_them(here: Path, times: in
     if times == 1:
         assert statuses() == ["interrupted"] * 2
         assert all(run.checkpoints for run in runs())
-    shown = train("-m", "seed=0,1,2", *SMALL, "recipe.epochs=4000", "resume=auto", "dry_run=1").out
+    shown = train("-m", "seed=0,1,2", SMALL, "recipe.epochs=4000", "resume=auto", "dry_run=1").out
     assert "2 interrupted, 1 not started" in shown
 
 
 def test_one_process_at_a_time_trains_a_run(here: Path):
-    words = ("name=mine", *SMALL, "recipe.epochs=4000", "resume=auto")
-    with started(*words):
+    words = ("name=mine", SMALL, "recipe.epochs=4000", "resume=auto")
+    with started(words):
         eventually(lambda: Path("outputs/mine/metrics.jsonl").exists())
-        result = train(*words)
-        assert result.status == 2
-        assert "mine" in result.err
-        assert "process" in result.err
-        assert "running" in train(*words, "dry_run=1").out
-    assert "interrupted" in train(*words, "dry_run=1").out
+        assert_refused(train(words), "mine", "process")
+        assert "running" in train(words, "dry_run=1").out
+    assert "interrupted" in train(words, "dry_run=1").out
 
 
 def test_a_longer_copy_goes_on_and_not_the_shorter_original(here: Path):
     with disturbed("SIGTERM", at=45):
-        assert train(*MINE, "name=first").status == 130
+        assert train(MINE, "name=first").status == 130
     shutil.copytree("outputs/first", "early")
     with disturbed("SIGTERM", at=30):
-        assert train(*MINE, "name=first", "resume=auto").status == 130
+        assert train(MINE, "name=first", "resume=auto").status == 130
     shutil.move("outputs/first", "outputs/second")  # sorts behind, and is a copy by its summary
     shutil.move("early", "outputs/first")
     first = Run("outputs/first")
     second = Run("outputs/second")
     assert 0 < len(first.steps) < len(second.steps) < 6
-    result = train(*MINE, "resume=auto")
-    assert result.status == 0
+    result = train(MINE, "resume=auto")
+    assert_succeeded(result)
     assert "outputs/first holds the same run" in result.err
     assert second.summary["status"] == "finished"
     assert first.summary["status"] == "interrupted"
@@ -183,23 +198,20 @@ def test_a_longer_copy_goes_on_and_not_the_shorter_original(here: Path):
 def test_the_run_goes_on_and_not_its_copy(here: Path):
     """Of the folders of one run the finished one is taken, else the longest."""
     with disturbed("SIGTERM", at=70):
-        assert train(*MINE, "name=first").status == 130
+        assert train(MINE, "name=first").status == 130
     shutil.copytree("outputs/first", "outputs/backup")
     with disturbed("SIGTERM", at=45):
-        assert train(*MINE, "name=first", "resume=auto").status == 130
+        assert train(MINE, "name=first", "resume=auto").status == 130
     shutil.copytree("outputs/first", "outputs/aa")
     before = snapshot("outputs/backup")
-    result = train(*MINE, "resume=auto")
-    assert result.status == 0
-    assert "outputs/first" in result.out
+    result = train(MINE, "resume=auto")
+    assert_succeeded(result, "outputs/first")
     assert "backup" in result.err
     assert "outputs/aa holds" in result.err
     assert snapshot("outputs/backup") == before
     assert len(runs()) == 3
     assert Run("outputs/first").summary["status"] == "finished"
-    again = train(*MINE, "resume=auto")
-    assert again.status == 0
-    assert "first: top-1" in again.out
+    assert_succeeded(train(MINE, "resume=auto"), "first: top-1")
 
 
 BATCH = {  # instead of SLURM's commands, and of the run's Python
@@ -211,10 +223,10 @@ BATCH = {  # instead of SLURM's commands, and of the run's Python
 }
 
 
-@pytest.mark.parametrize("event", ["time limit", "preemption"])
-def test_the_batch_file_stops_the_run_and_queues_it_again_at_the_time_limit(here: Path, event: str):
-    pages = "\n".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
-    (script,) = re.findall(r"(?s)```bash\n(#!/bin/bash\n.*?)```", pages)
+def start_batch(here: Path) -> subprocess.Popen[bytes]:
+    """Starts the batch file of the page as a task of an array; its run has begun."""
+    text = "\n".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    (batch,) = [code for code in codes(text, "bash") if code.startswith("#!/bin/bash")]
     for name, code in BATCH.items():
         path = here / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -222,12 +234,22 @@ def test_the_batch_file_stops_the_run_and_queues_it_again_at_the_time_limit(here
         path.chmod(0o755)
     task = {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
     environment = os.environ | task | {"PATH": f"{here}:{os.environ['PATH']}"}
-    job = subprocess.Popen(["bash", "-c", script], env=environment)
+    job = subprocess.Popen(["bash", "-c", batch], env=environment)
     eventually((here / "run").exists)
+    return job
+
+
+def test_the_batch_file_stops_the_run_and_queues_it_again_at_the_time_limit(here: Path):
+    job = start_batch(here)
     assert re.search("task[= ]3", (here / "run").read_text())
-    job.send_signal(signal.SIGUSR1 if event == "time limit" else signal.SIGTERM)
-    if event == "preemption":  # SLURM signals both
-        os.kill(int((here / "step").read_text()), signal.SIGTERM)
-    eventually(lambda: job.poll() is not None)
-    assert job.returncode == 130
-    assert (here / "requeued").exists() == (event == "time limit")
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(PATIENCE) == 130
+    assert (here / "requeued").exists()
+
+
+def test_the_batch_file_leaves_a_preempted_run_to_the_cluster(here: Path):
+    job = start_batch(here)
+    job.send_signal(signal.SIGTERM)
+    os.kill(int((here / "step").read_text()), signal.SIGTERM)  # SLURM signals both
+    assert job.wait(PATIENCE) == 130
+    assert not (here / "requeued").exists()

@@ -2,24 +2,42 @@
 
 import os
 import signal
+import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.doors import SMALL, Run, eventually, same, started, train
+from tests.doors import (
+    TORCHRUN,
+    Run,
+    assert_succeeded,
+    children,
+    command_of,
+    ended,
+    eventually,
+    same,
+    started,
+    trained,
+    words_of,
+)
 
 pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("KILLS", "2"))
 MOST_STEPS = 6  # before a kill
-WORDS = (
-    *("augmentation=[mixup,cutmix,htm,vtm]", "augmentation.htm.tau=inf", "augmentation.htm.rho=0"),
-    *("recipe.transforms.erasing_prob=0.5", "checkpoint.every_minutes=1e-6", "resume=auto"),
-    *(word for word in SMALL if not word.startswith(("checkpoint", "recipe.epochs"))),
-    *(f"recipe.epochs={5 * KILLS}", "name=mine"),
-)
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
+WORDS = words_of(f"""
+    augmentation=[mixup,cutmix,htm,vtm] augmentation.htm.tau=inf augmentation.htm.rho=0
+    recipe.transforms.erasing_prob=0.5 model.embed_dim=16 dataset.limit=60 dataset.eval_limit=60
+    recipe.batch_size=20 recipe.epochs={5 * KILLS} recipe.log_every=2 device=cpu
+    checkpoint.every_minutes=1e-6 resume=auto name=mine
+""")
+
+
+def has_come(process: subprocess.Popen[str], run: Run, steps: int) -> bool:
+    """Whether a run has so many steps, or has ended."""
+    return len(run.steps) >= steps or process.poll() is not None
 
 
 @pytest.mark.parametrize(
@@ -37,14 +55,13 @@ def test_a_killed_run_ends_as_an_undisturbed_one(here: Path, more: tuple[str, ..
     rng = np.random.default_rng(0)
     for _ in range(KILLS):
         target = len(run.steps) + int(rng.integers(1, MOST_STEPS))
-        with started(*WORDS, *more) as process:
-            eventually(lambda n=target, p=process: len(run.steps) >= n or p.poll() is not None)
+        with started(WORDS, more) as process:
+            eventually(partial(has_come, process, run, target))
             time.sleep(rng.uniform(0, 0.3))  # in a step, a checkpoint, an evaluation
     assert run.steps
     assert run.summary["status"] != "finished"
-    assert train(*WORDS, *more, apart=True).status == 0
-    assert train(*WORDS, *more, "output_root=whole").status == 0
-    assert same(run, Run("whole/mine")) == []
+    trained(WORDS, more, apart=True)
+    assert same(run, trained(WORDS, more, root="whole")) == []
 
 
 def test_a_run_whose_ranks_are_killed_ends_as_an_undisturbed_one(here: Path):
@@ -52,35 +69,24 @@ def test_a_run_whose_ranks_are_killed_ends_as_an_undisturbed_one(here: Path):
     run = Run("outputs/mine")
     rng = np.random.default_rng(0)
     more = (f"recipe.epochs={8 * KILLS}", "dataset.workers=0")
-    restarting = (*TORCHRUN, f"--max-restarts={KILLS}")
-    with started(*WORDS, *more, launcher=restarting) as process:
+    restarting = (TORCHRUN, f"--max-restarts={KILLS}")
+    with started(WORDS, more, launcher=restarting) as process:
         for _ in range(KILLS):
             target = len(run.steps) + int(rng.integers(2, MOST_STEPS))
-            eventually(lambda n=target: len(run.steps) >= n or process.poll() is not None)
-            ranks = [x for x in children(process.pid) if "train.py" in command(x)]
+            eventually(partial(has_come, process, run, target))
+            ranks = [child for child in children(process.pid) if "train.py" in command_of(child)]
             if len(ranks) == 2:
                 os.kill(ranks[int(rng.integers(2))], signal.SIGKILL)
-        err = process.communicate(timeout=600)[1]
-        assert process.returncode == 0, err
-    with started(*WORDS, *more, "output_root=whole", launcher=TORCHRUN) as process:
-        assert process.wait(600) == 0
+        assert_succeeded(ended(process, 600))
+    with started(WORDS, more, "output_root=whole", launcher=TORCHRUN) as process:
+        assert_succeeded(ended(process, 600))
     assert same(run, Run("whole/mine")) == []
-
-
-def children(process: int) -> list[int]:
-    path = Path(f"/proc/{process}/task/{process}/children")
-    return [int(word) for word in path.read_text().split()]
-
-
-def command(process: int) -> str:
-    path = Path(f"/proc/{process}/cmdline")
-    return path.read_text() if path.exists() else ""
 
 
 def test_a_second_ctrl_c_ends_a_run_within_its_step(here: Path):
     """Steps of a large batch take seconds."""
     words = ("name=mine", "model=cct_7_3x1", "recipe.batch_size=200", "dataset.limit=400")
-    with started(*words, "device=cpu") as process:
+    with started(words, "device=cpu") as process:
         eventually((here / "outputs/mine/config.yaml").exists)
         time.sleep(2)  # in the first step, which takes longer
         for _ in range(2):

@@ -3,19 +3,33 @@
 import os
 import signal
 import subprocess
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.doors import SMALL, Run, eventually, same, started, train
+from tests.doors import (
+    SHORT,
+    Run,
+    assert_refused,
+    assert_succeeded,
+    children,
+    command_of,
+    ended,
+    eventually,
+    same,
+    started,
+    train,
+    trained,
+)
 from tests.images import OWN, disturbed
 from tests.reproduction.wandb_service import Service, serving
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
-SHORT = (*OWN, *(word for word in SMALL if "limit" not in word), "name=mine", "resume=auto")
-OFFLINE = ("logger=wandb", "logger.wandb.mode=offline", *SHORT)
-ONLINE = ("logger=wandb", "logger.wandb.mode=online", *SHORT)
+MINE = (OWN, SHORT, "name=mine", "resume=auto")
+OFFLINE = ("logger=wandb", "logger.wandb.mode=offline", MINE)
+ONLINE = ("logger=wandb", "logger.wandb.mode=online", MINE)
 
 
 @pytest.fixture(autouse=True)
@@ -27,17 +41,17 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The same run without loggers."""
-    root = tmp_path_factory.mktemp("plain")
-    assert train(*SHORT, f"output_root={root}").status == 0
-    return Run(root / "mine")
+    return trained(MINE, root=tmp_path_factory.mktemp("plain"))
 
 
 def assert_all_lines(service: Service, run: Run) -> None:
     """An epoch's may also tell its step."""
     logged = service.lines[run.summary["wandb_id"]]
     for sent, line in zip(logged, run.lines, strict=True):
-        own = {key: x for key, x in sent.items() if not key.startswith("_")}
-        assert {"step": own.get("step"), **line} == {"step": None, **own}
+        own = {key: value for key, value in sent.items() if not key.startswith("_")}
+        if "step" not in line:
+            own.pop("step", None)
+        assert own == line
 
 
 def test_wandb_gets_every_line_and_nothing_else(
@@ -46,9 +60,9 @@ def test_wandb_gets_every_line_and_nothing_else(
     words = ("logger.wandb.project=typed", "logger.wandb.entity=me")
     with serving() as service:
         monkeypatch.setenv("WANDB_BASE_URL", service.url)
-        result = train(*ONLINE, *words)
-    assert (result.status, result.err) == (0, "")
-    assert f"\nwandb: {service.url}/" in result.out
+        result = train(ONLINE, words)
+    assert_succeeded(result, f"\nwandb: {service.url}/")
+    assert result.err == ""
     assert_all_lines(service, Run("outputs/mine"))
     assert same(Run("outputs/mine"), plain) == []
     sent = "\n".join(service.requests)
@@ -62,42 +76,32 @@ def test_wandb_gets_every_line_and_nothing_else(
 def test_a_run_refused_by_wandb_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch):
     with serving(status=403) as service:
         monkeypatch.setenv("WANDB_BASE_URL", service.url)
-        result = train(*ONLINE)
-    assert (result.status, len(result.lines)) == (2, 1)
-    assert "logger.wandb" in result.err
-    assert "not for you" in result.err
+        result = train(ONLINE)
+    assert_refused(result, "logger.wandb", "not for you")
     assert not (here / "outputs/mine/config.yaml").exists()
     monkeypatch.delenv("WANDB_API_KEY")
     monkeypatch.setenv("HOME", "/nonexistent")  # without credentials
-    result = train(*ONLINE)
-    assert (result.status, len(result.lines)) == (2, 1)
-    assert "No API key" in result.err
+    assert_refused(train(ONLINE), "No API key")
 
 
 @pytest.mark.slow
 def test_a_killed_wandb_process_only_causes_a_warning(here: Path):
     run = Run("outputs/mine")
-    with started(*OFFLINE, "recipe.epochs=40") as process:
+    with started(OFFLINE, "recipe.epochs=40") as process:
         eventually(lambda: run.steps)
-        (child,) = (x for x in descendants(process.pid) if "wandb-core" in command_of(x))
+        (child,) = [x for x in descendants(process.pid) if "wandb-core" in command_of(x)]
         os.kill(child, signal.SIGKILL)
-        err = process.communicate(timeout=300)[1]
-    assert process.returncode == 0, err
-    (line,) = err.splitlines()
-    assert line.startswith("warning: wandb failed ")
-    assert "metrics.jsonl" in line
+        result = ended(process)
+    assert_refused(result, "warning: wandb failed ", "metrics.jsonl", status=0)
     assert len(run.steps) == 120
     assert run.summary["status"] == "finished"
 
 
 def descendants(process: int) -> list[int]:
-    text = "".join(x.read_text() for x in Path(f"/proc/{process}/task").glob("*/children"))
-    own = [int(word) for word in text.split()]
-    return [*own, *(x for child in own for x in descendants(child))]
-
-
-def command_of(process: int) -> str:
-    return Path(f"/proc/{process}/cmdline").read_text()
+    found = children(process)
+    for child in found.copy():
+        found += descendants(child)
+    return found
 
 
 def test_a_resumed_run_continues_its_wandb_run_and_writes_no_secrets(
@@ -107,41 +111,61 @@ def test_a_resumed_run_continues_its_wandb_run_and_writes_no_secrets(
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
     remote = "https://me:ghp_do_not_tell@example.org/me/mine.git"
-    for words in (["init", "--quiet"], ["remote", "add", "origin", remote]):
-        subprocess.run(["git", *words], check=True)
+    subprocess.run(["git", "init", "--quiet"], check=True)
+    subprocess.run(["git", "remote", "add", "origin", remote], check=True)
     with disturbed("SIGTERM", at=45):
-        assert train(*OFFLINE).status == 130
+        assert train(OFFLINE).status == 130
     run = Run("outputs/mine")
     wandb_id = run.summary["wandb_id"]
-    assert train(*OFFLINE).status == 0
+    assert_succeeded(train(OFFLINE))
     assert run.summary["wandb_id"] == wandb_id
     assert same(run, plain) == []
     recorded = [path.name for path in run.path.glob("wandb/offline-run-*")]
     assert len(recorded) == 2
     assert all(f"-{wandb_id}" in name for name in recorded)
-    for path in (path for path in run.path.rglob("*") if path.is_file()):
+    files = [path for path in run.path.rglob("*") if path.is_file()]
+    for path in files:
         written = path.read_bytes()
-        for secret in (*secrets.values(), "ghp_do_not_tell", "example.org"):
+        for secret in [KEY, "hf_do_not_tell", "open_sesame", "ghp_do_not_tell", "example.org"]:
             assert secret.encode() not in written, path
 
 
+Scalars = dict[str, dict[int, float]]  # name -> step -> value
+
+
+def scalars_of(run: Run) -> Scalars:
+    """What TensorBoard has."""
+    events = EventAccumulator(str(run.path / "tensorboard"), {"scalars": 0}).Reload()
+    found: Scalars = {}
+    for name in events.Tags()["scalars"]:
+        found[name] = {event.step: event.value for event in events.Scalars(name)}
+    return found
+
+
+def expected_scalars(run: Run) -> Scalars:
+    """The numbers of all lines; those of an epoch are of its last step."""
+    last = {line["epoch"]: line["step"] for line in run.steps}
+    found: Scalars = defaultdict(dict)
+    for line in run.lines:
+        step = line.get("step", last[line["epoch"]])
+        for name in line.keys() - {"step", "epoch"}:
+            found[name][step] = line[name]
+    return found
+
+
 def test_tensorboard_gets_every_line_beside_wandb_also_after_resuming(here: Path, plain: Run):
-    both = ("logger=[wandb,tensorboard]", "logger.wandb.mode=offline", *SHORT)
+    both = ("logger=[wandb,tensorboard]", "logger.wandb.mode=offline", MINE)
     with disturbed("SIGTERM", at=45):
-        assert train(*both).status == 130
-    assert train(*both).status == 0
+        assert train(both).status == 130
+    assert_succeeded(train(both))
     run = Run("outputs/mine")
     assert same(run, plain) == []
-    assert [*run.path.glob("wandb/offline-run-*")]
-    events = EventAccumulator(str(run.path / "tensorboard"), {"scalars": 0}).Reload()
-    assert {*events.Tags()["scalars"]} == {*run.steps[0], *run.epochs[0]} - {"step", "epoch"}
-    last = {line["epoch"]: line["step"] for line in run.steps}
-    for name in events.Tags()["scalars"]:
-        logged = {event.step: event.value for event in events.Scalars(name)}
-        expected = {
-            line.get("step", last[line["epoch"]]): line[name] for line in run.lines if name in line
-        }
-        assert logged == pytest.approx(expected, rel=1e-6), name
+    assert list(run.path.glob("wandb/offline-run-*"))
+    logged = scalars_of(run)
+    expected = expected_scalars(run)
+    assert logged.keys() == expected.keys()
+    for name, values in expected.items():
+        assert logged[name] == pytest.approx(values, rel=1e-6), name
 
 
 def test_a_failing_logger_does_not_stop_training(
@@ -151,11 +175,9 @@ def test_a_failing_logger_does_not_stop_training(
         raise OSError("no space left")
 
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", fail)
-    result = train("logger=tensorboard", *SHORT)
-    assert (result.status, len(result.lines)) == (0, 1)
-    assert "tensorboard failed " in result.err
-    assert "no space left" in result.err
-    result = train("logger=tensorboard", "+logger.tensorboard.foo=1", *SHORT, "name=odd")
+    result = train("logger=tensorboard", MINE)
+    assert_refused(result, "tensorboard failed ", "no space left", status=0)
+    result = train("logger=tensorboard", "+logger.tensorboard.foo=1", MINE, "name=odd")
     assert result.status == 2
     assert "logger.tensorboard" in result.lines[-1]
     assert same(Run("outputs/mine"), plain) == []

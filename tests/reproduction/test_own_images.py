@@ -1,12 +1,12 @@
 """Images from a function: what it may return, what is refused, and that other data are noticed."""
 
 import os
-import re
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,17 +15,35 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from reproduction.data import halves
-from tests.doors import ROOT, SMALL, Run, dry, evaluate, snapshot, train
-from tests.images import OWN, digits, disturbed, recorded, write_images
+from tests.doors import (
+    ROOT,
+    SHORT,
+    SMALL,
+    Run,
+    Words,
+    assert_refused,
+    assert_succeeded,
+    dry,
+    evaluate,
+    predictions,
+    runs,
+    snapshot,
+    statuses,
+    train,
+    trained,
+    words_of,
+)
+from tests.images import OWN, digits, disturbed, reads, recorded, write_images
+from tests.pages import codes, section
 
 HERE = "tests.reproduction.test_own_images"
 PIXELS = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3), dtype=np.uint8)
 NAMES = ["cat", "dog", "ant"]
 NUMBER = "TESTS_OWN_NUMBER"  # tells a function what to do
-TINY = (
-    *("model.image_size=16", "model.embed_dim=16", "recipe.epochs=1", "recipe.batch_size=6"),
-    *("dataset.workers=0", "device=cpu"),
-)
+TINY = words_of("""
+    model.image_size=16 model.embed_dim=16 recipe.epochs=1 recipe.batch_size=6 dataset.workers=0
+    device=cpu
+""")
 
 
 class Pairs(list[tuple[Any, Any]]):
@@ -49,15 +67,33 @@ def pairs(convert: Any = np.array, labels: Any = NAMES, count: int = 12) -> list
     return [(convert(PIXELS[i]), labels[i % 3]) for i in range(count)]
 
 
-SERVED: dict[str, tuple[Any, list[str]]] = {  # what a function returns -> its classes
-    "arrays": (pairs(), ["ant", "cat", "dog"]),
-    "grey arrays": (pairs(lambda x: x[:, :, 0]), ["ant", "cat", "dog"]),
-    "images": (pairs(Image.fromarray), ["ant", "cat", "dog"]),
-    "integers": (pairs(labels=[10, 9, 8]), ["8", "9", "10"]),
-    "arrays of one": (pairs(labels=np.arange(3)[:, None]), ["0", "1", "2"]),
-    "targets": (Pairs((x, "none") for x in PIXELS), ["0", "1", "2"]),
-    "names": (Named([0, 1, 2] * 4, ["x", "y", "z"]), ["x", "y", "z"]),
-    "minus one": (pairs(labels=[-1, 0, 1]), ["-1", "0", "1"]),
+class Served(NamedTuple):
+    """What a function returns, and the classes of its images 0, 1 and 2."""
+
+    pairs: Any
+    labels: list[str]
+
+
+def grey(pixels: np.ndarray) -> np.ndarray:
+    return pixels[:, :, 0]
+
+
+SERVED = {
+    "arrays": Served(pairs(), NAMES),
+    "grey arrays": Served(pairs(grey), NAMES),
+    "images": Served(pairs(Image.fromarray), NAMES),
+    "integers": Served(pairs(labels=[10, 9, 8]), ["10", "9", "8"]),
+    "arrays of one": Served(pairs(labels=np.arange(3)[:, None]), ["0", "1", "2"]),
+    "targets": Served(Pairs((x, "none") for x in PIXELS), ["0", "1", "2"]),
+    "names": Served(Named([0, 1, 2] * 4, ["x", "y", "z"]), ["x", "y", "z"]),
+    "minus one": Served(pairs(labels=[-1, 0, 1]), ["-1", "0", "1"]),
+}
+BOTH: dict[str, Any] = {  # as both halves
+    "floating-point images": pairs(lambda pixels: pixels / 255),
+    "deep images": pairs(lambda pixels: grey(pixels).astype(np.uint16)),
+    "channels first": pairs(lambda pixels: pixels.transpose(2, 0, 1)),
+    "no images": pairs(lambda pixels: "path"),
+    "two classes of one name": Named([0, 1, 2] * 2, ["x", "y", "x"]),
 }
 REFUSED: dict[str, Any] = {
     "one half": lambda: 3,
@@ -66,13 +102,8 @@ REFUSED: dict[str, Any] = {
     "a class that is not trained on": lambda: (pairs(count=2), pairs(count=3)),
     "numbers beside names": lambda: ([(PIXELS[0], 0), (PIXELS[0], "0")] * 3, pairs()),
     "an error": lambda: {}["key"],
-    "floating-point images": lambda: (pairs(lambda x: x / 255),) * 2,
-    "deep images": lambda: (pairs(lambda x: x[:, :, 0].astype(np.uint16)),) * 2,
-    "channels first": lambda: (pairs(lambda x: x.transpose(2, 0, 1)),) * 2,
-    "no images": lambda: (pairs(lambda x: "path"),) * 2,
-    "two classes of one name": lambda: (Named([0, 1, 2] * 2, ["x", "y", "x"]),) * 2,
 }
-LABELS: dict[str, tuple[Any, str]] = {  # what a function returns -> the first bad place
+LABELS = {  # what a function returns -> the first bad place
     "hidden labels": (Named([0, 1, 1, -1, -1], ["x", "y"]), "image 3 is of class -1"),
     "too large ones": (Named([0, 1, 2], ["x", "y"]), "image 2 is of class 2"),
     "names of names": (Named(["x", "y"], ["x", "y"]), "image 0 is of class 'x'"),
@@ -83,72 +114,70 @@ LABELS: dict[str, tuple[Any, str]] = {  # what a function returns -> the first b
 def load(name: str) -> Any:
     if name in REFUSED:
         return REFUSED[name]()
-    images, _ = (SERVED | LABELS)[name]
-    return images, images
+    if name in SERVED:
+        half = SERVED[name].pairs
+    elif name in LABELS:
+        half, _ = LABELS[name]
+    else:
+        half = BOTH[name]
+    return half, half
 
 
-def own(name: str, *words: str) -> tuple[str, ...]:
-    source = ("dataset=custom", f"dataset.source={HERE}:load", f"+dataset.options.name={name!r}")
-    return (*source, *TINY, *words)
+def own(name: str) -> Words:
+    source = f"dataset.source={HERE}:load"
+    return ("dataset=custom", source, f"+dataset.options.name={name!r}", TINY)
 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_any_sequence_of_pairs_is_trained_on_and_evaluated(here: Path, name: str):
-    assert train(*own(name), "name=run").status == 0
-    result = evaluate("run=outputs/run", f"dataset.source={HERE}:load", "predictions=x.csv")
-    assert result.status == 0 and "on 12 images of custom" in result.out, result.err
-    _, *rows = (here / "x.csv").read_text().splitlines()
-    labels = SERVED[name][1]
-    order = [1, 2, 0] if labels[0] == "ant" else [2, 1, 0] if labels[0] == "8" else [0, 1, 2]
-    assert [row.split(",")[:2] for row in rows] == [
-        [str(i), labels[order[i % 3]]] for i in range(12)
-    ]
-    summary = Run("outputs/run").summary
-    assert summary["data"]["images"].startswith("12 + 12 images of 3 classes")
-    assert summary["top5_last"] == 100 > summary["top1_last"]  # there are only three classes
+    labels = SERVED[name].labels
+    run = trained(own(name))
+    result = evaluate("run=outputs/mine", f"dataset.source={HERE}:load", "predictions=x.csv")
+    assert_succeeded(result, "on 12 images of custom")
+    rows = predictions("x.csv")
+    assert len(rows) == 12
+    for place, row in enumerate(rows):
+        assert row["image"] == str(place)
+        assert row["class"] == labels[place % 3]
+    images = run.summary["data"]["images"]
+    assert images.startswith("12 + 12 images of 3 classes")
+    assert run.summary["top5_last"] == 100  # there are only three classes
+    assert run.summary["top1_last"] < 100
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REFUSED | BOTH)
 def test_what_a_function_gets_wrong_ends_in_one_line(here: Path, name: str):
-    result = train(*own(name))
-    assert result.status == 2 and len(result.lines) == 1, result.err
-    assert "dataset.source" in result.err
-    assert not [*here.iterdir()]
+    result = train(own(name))
+    assert_refused(result, "dataset.source")
+    assert not snapshot()
     if name == "an error":
         assert "KeyError" in result.err
         assert f"{Path(__file__).name}:" in result.err
-        for place in ("nowhere:load", f"{HERE}:nothing"):
-            result = train("dataset=custom", f"dataset.source={place}", *TINY)
-            assert result.status == 2
-            assert len(result.lines) == 1
-            assert place in result.err
+
+
+@pytest.mark.parametrize("place", ["nowhere:load", f"{HERE}:nothing"])
+def test_a_function_that_is_nowhere_is_refused(here: Path, place: str):
+    assert_refused(train("dataset=custom", f"dataset.source={place}", TINY), place)
 
 
 @pytest.mark.parametrize("name", LABELS)
 def test_labels_that_are_none_are_refused_with_the_first_place(here: Path, name: str):
-    result = train(*own(name))
-    assert result.status == 2 and len(result.lines) == 1, result.err
-    assert LABELS[name][1] in result.err
-    assert not [*here.iterdir()]
+    _, place = LABELS[name]
+    assert_refused(train(own(name)), place)
+    assert not snapshot()
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("word", "told"),
     [
-        (
-            ("+dataset.options.size=3",),
-            "unexpected keyword argument 'size'; its arguments are name",
-        ),
-        (("~dataset.options.name",), "missing a required argument: 'name'"),
-        (("dataset.root=x",), "unexpected keyword argument 'root'"),
+        ("+dataset.options.size=3", "unexpected keyword argument 'size'; its arguments are name"),
+        ("~dataset.options.name", "missing a required argument: 'name'"),
+        ("dataset.root=x", "unexpected keyword argument 'root'"),
     ],
 )
-def test_arguments_that_a_function_does_not_take_are_named(
-    here: Path, words: tuple[str, ...], told: str
-):
-    result = train(*own("arrays", *words))
-    assert result.status == 2 and len(result.lines) == 1, result.err
-    assert told in result.err
+def test_arguments_that_a_function_does_not_take_are_named(here: Path, word: str, told: str):
+    result = train(own("arrays"), word)
+    assert_refused(result, told)
     assert "Error" not in result.err
 
 
@@ -157,17 +186,17 @@ def late(name: str) -> Any:
 
 
 def test_image_that_fails_later_ends_the_run_and_is_named(here: Path):
-    words = ["dataset=custom", f"dataset.source={HERE}:late", "+dataset.options.name=x", *TINY]
-    result = train(*words, "name=run")
+    source = f"dataset.source={HERE}:late"
+    result = train("dataset=custom", source, "+dataset.options.name=x", TINY, "name=mine")
     assert result.status == 1
     assert "image 12: no readable image" in result.lines[-1]
-    assert Run("outputs/run").summary["status"] == "failed"
+    assert statuses() == ["failed"]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_bug_of_the_function_keeps_its_traceback(here: Path, workers: int):
-    with disturbed("fail", at=30 if workers == 0 else 29):
-        result = train(*OWN, *SMALL, f"dataset.workers={workers}", "dataset.eval_limit=null")
+@pytest.mark.parametrize(("workers", "at"), [(0, 30), (1, 29)])
+def test_a_bug_of_the_function_keeps_its_traceback(here: Path, workers: int, at: int):
+    with disturbed("fail", at):
+        result = train(OWN, SMALL, f"dataset.workers={workers}", "dataset.eval_limit=null")
     assert result.status == 1
     assert "what\never" in result.err
     assert "Traceback" in result.err
@@ -188,79 +217,103 @@ def dying() -> Any:
 
 
 def test_dead_worker_ends_a_run_that_can_resume(here: Path, monkeypatch: pytest.MonkeyPatch):
-    source = ("dataset=custom", f"dataset.source={HERE}:dying", *TINY, "dataset.workers=1")
-    words = (*source, "name=run", "resume=auto")
+    source = ("dataset=custom", f"dataset.source={HERE}:dying", TINY, "dataset.workers=1")
+    words = (source, "name=mine", "resume=auto")
     monkeypatch.setenv(NUMBER, "1")
-    result = train(*words)
-    assert result.status == 1
-    assert len(result.lines) == 1
-    assert "dataset.workers" in result.err
-    assert Run("outputs/run").summary["status"] == "failed"
+    assert_refused(train(words), "dataset.workers", status=1)
+    assert statuses() == ["failed"]
     monkeypatch.setenv(NUMBER, "0")
-    assert train(*words).status == 0
+    assert_succeeded(train(words))
+
+
+@pytest.mark.slow
+def test_workers_meet_below_a_temporary_folder_with_a_long_name(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Names of sockets have at most 107 bytes; workers would wait for their parent forever."""
+    folder = here / ("long" * 25)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    words = (OWN, SMALL, "dataset.eval_limit=null", "dataset.workers=1")
+    trained(words, name="one", apart=True)
+    trained(words, "devices=2", name="two", apart=True)
+
+
+def classes_read(half: str, data: Any) -> list[int]:
+    """How many images of each class of a half a run has read."""
+    indices = {read.index for read in reads(Path("log")) if read.half == half}
+    return np.bincount([data.targets[index] for index in indices]).tolist()
 
 
 def test_limits_keep_classes_balanced(here: Path):
-    words = [x for x in SMALL if "limit" not in x]
     with recorded(here / "log"):
-        result = train(*OWN, *words, "dataset.limit=20", "dataset.eval_limit=10", "recipe.epochs=1")
-    assert "on 20 images of custom, 10 classes, 10 held out" in result.out, result.err
-    reads = [line.split()[:2] for line in (here / "log").read_text().splitlines()]
-    for half, data, each in (("train", digits()[0], 2), ("held_out", digits()[1], 1)):
-        read = {int(index) for name, index in reads if name == half}
-        assert np.bincount([data.targets[i] for i in read]).tolist() == [each] * 10
-    for limit in ("dataset.limit=9", "dataset.limit=61", "dataset.eval_limit=31"):
-        result = train(*OWN, *words, limit)
-        assert result.status == 2
-        assert len(result.lines) == 1
-        assert limit in result.err
+        words = ("dataset.limit=20", "dataset.eval_limit=10", "recipe.epochs=1")
+        result = train(OWN, SHORT, words)
+    assert_succeeded(result, "on 20 images of custom, 10 classes, 10 held out")
+    train_half, held_out = digits()
+    assert classes_read("train", train_half) == [2] * 10
+    assert classes_read("held_out", held_out) == [1] * 10
+
+
+@pytest.mark.parametrize("limit", ["dataset.limit=9", "dataset.limit=61", "dataset.eval_limit=31"])
+def test_a_limit_that_does_not_fit_is_refused(here: Path, limit: str):
+    assert_refused(train(OWN, SHORT, limit), limit)
 
 
 # Other data than those of a run
 
-FOLDER = ("dataset=image_folder", "dataset.root=d", *TINY)
+FOLDER = ("dataset=image_folder", "dataset.root=d", TINY)
 
 
-@pytest.mark.parametrize("change", ["names", "order", "size"])
-def test_finished_run_is_not_the_result_of_other_images(here: Path, change: str):
+def renamed(image: Path) -> None:
+    image.rename(image.with_name("9.png"))
+
+
+def reordered(image: Path) -> None:
+    """Another image has its name, and it sorts elsewhere."""
+    image.rename(image.with_name("3.png"))
+    write_images(Path("e"), ["ant"], train=4, held_out=1, size=16)
+    Path("e/train/ant/0.png").rename(image)
+
+
+def made_grey(image: Path) -> None:
+    Image.open(image).convert("L").save(image)
+
+
+@pytest.mark.parametrize("change", [renamed, reordered, made_grey])
+def test_finished_run_is_not_the_result_of_other_images(here: Path, change: Callable[[Path], None]):
     write_images(here / "d", ["ant", "bee", "cat"], train=4, held_out=1, size=16)
-    assert train(*FOLDER).status == 0
-    (path,) = (here / "outputs").iterdir()
-    again = train(*FOLDER, "resume=auto")
-    assert again.status == 0
-    assert "top-1" in again.out
+    assert_succeeded(train(FOLDER))
+    (run,) = runs()
+    again = train(FOLDER, "resume=auto")
+    assert_succeeded(again, "top-1")
     assert not again.err
-    image = here / "d" / "train" / "ant" / "0.png"
-    if change == "size":
-        Image.open(image).convert("L").save(image)
-    else:
-        image.rename(image.with_name("9.png" if change == "names" else "3.png"))
-        if change == "order":
-            write_images(here / "e", ["ant"], train=4, held_out=1, size=16)
-            os.rename(here / "e/train/ant/0.png", image)
+    change(here / "d/train/ant/0.png")
     before = snapshot()
-    for more in ([], ["-m", "seed=1,0"]):
-        result = train(*more, *FOLDER, "resume=auto")
-        assert result.status == 2
-        assert len(result.lines) == 1
-        assert snapshot() == before
-        assert path.name in result.err
-        assert "data" in result.err
-    assert train(*FOLDER, "resume=auto", "name=other").status == 0
+    assert_refused(train(FOLDER, "resume=auto"), run.path.name, "data")
+    assert_refused(train("-m", "seed=1,0", FOLDER, "resume=auto"), run.path.name, "data")
+    assert snapshot() == before
+    trained(FOLDER, "resume=auto", name="other")
+
+
+def hash_at(root: str) -> str:
+    return dry(FOLDER, f"dataset.root={root}")[1]
 
 
 def test_spellings_of_a_folder_are_one_run(here: Path):
     write_images(here / "d", ["ant", "bee"], train=1, held_out=1)
     (here / "e").symlink_to("d")
-    roots = ("d", "d/", "./d", "e/../d"), ("e",)
-    first, second = ({dry(*FOLDER, f"dataset.root={root}")[1] for root in x} for x in roots)
-    assert len(first) == len(second) == 1
-    assert first != second
+    first = {hash_at(root) for root in ("d", "d/", "./d", "e/../d")}
+    assert len(first) == 1
+    assert hash_at("e") not in first
+
+
+LATER = {"0": (NAMES, 9), "1": (["dog", "ant", "cat"], 9), "2": (NAMES, 10)}
 
 
 def counted() -> Any:
-    number = int(os.environ[NUMBER])
-    return pairs(labels=NAMES[number % 2 :] + NAMES[: number % 2], count=9 + number // 2), pairs()
+    labels, count = LATER[os.environ[NUMBER]]
+    return pairs(labels=labels, count=count), pairs()
 
 
 @pytest.mark.parametrize("now", ["1", "2"])
@@ -268,15 +321,13 @@ def test_function_that_returns_other_images_is_noticed(
     here: Path, monkeypatch: pytest.MonkeyPatch, now: str
 ):
     """Other classes, and other numbers of them, by a function of the same name and options."""
-    words = ["dataset=custom", f"dataset.source={HERE}:counted", *TINY, "name=run", "resume=auto"]
+    words = ("dataset=custom", f"dataset.source={HERE}:counted", TINY, "name=run", "resume=auto")
     monkeypatch.setenv(NUMBER, "0")
-    assert train(*words).status == 0
-    assert train(*words).status == 0
+    assert_succeeded(train(words))
+    assert_succeeded(train(words))
     before = snapshot()
     monkeypatch.setenv(NUMBER, now)
-    result = train(*words)
-    assert result.status == 2
-    assert len(result.lines) == 1
+    assert_refused(train(words))
     assert snapshot() == before
 
 
@@ -288,43 +339,42 @@ def test_run_without_a_checkpoint_begins_anew_on_mended_images(
     content = image.read_bytes()
     image.write_bytes(b"none")
     monkeypatch.setattr(halves, "MOST_MEMORY", 0)
-    words = [*FOLDER, "name=mine", "resume=auto"]
-    failed = train(*words)
+    words = (FOLDER, "name=mine", "resume=auto")
+    failed = train(words)
     assert failed.status == 1
     assert "ant/2.png" in failed.err
     image.write_bytes(content)
-    assert train(*words).status == 0
+    assert_succeeded(train(words))
 
 
 def test_weights_of_the_same_name_may_be_others(here: Path):
-    assert train(*own("arrays"), "name=first").status == 0
-    state = Run("outputs/first").best()
-    save_file(state, here / "w.safetensors")
-    words = [*own("arrays"), "model.weights=w.safetensors", "name=run", "resume=auto"]
-    for _ in range(2):
-        assert train(*words).status == 0
+    state = trained(own("arrays"), name="first").best()
+    save_file(state, "w.safetensors")
+    words = (own("arrays"), "model.weights=w.safetensors", "name=run", "resume=auto")
+    assert_succeeded(train(words))
+    assert_succeeded(train(words))
     save_file({name: torch.zeros_like(value) for name, value in state.items()}, "w.safetensors")
-    result = train(*words)
-    assert result.status == 2
-    assert len(result.lines) == 1
-    assert "model.weights" in result.err
+    assert_refused(train(words), "model.weights")
 
 
 # The examples of the page on random images
 
-PAGE = (ROOT / "docs" / "using.md").read_text().partition("### Images from a function\n")[2]
-EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.partition("\n##")[0], re.DOTALL)
+PAGE = (ROOT / "docs" / "using.md").read_text()
+STL10, HUB = codes(section(PAGE, "### Images from a function"))
 
 
 def write_stl10(root: Path) -> None:
     """Writes random images in the format of STL-10: two of each class, one in the test set."""
     root.mkdir(parents=True)
-    (root / "class_names.txt").write_text("\n".join(f"class{i}" for i in range(10)) + "\n")
+    names = [f"class{i}\n" for i in range(10)]
+    (root / "class_names.txt").write_text("".join(names))
     for split, each in (("train", 2), ("test", 1)):
-        labels = np.arange(10 * each, dtype=np.uint8) % 10 + 1
+        labels = np.tile(np.arange(1, 11, dtype=np.uint8), each)
         labels.tofile(root / f"{split}_y.bin")
         noise = np.random.default_rng(each).integers(0, 99, (10 * each, 3, 96, 96), np.uint8)
-        (noise + 15 * labels[:, None, None, None]).astype(np.uint8).tofile(root / f"{split}_X.bin")
+        brightness = 15 * labels[:, None, None, None]
+        images = (noise + brightness).astype(np.uint8)
+        images.tofile(root / f"{split}_X.bin")
 
 
 class Rows:
@@ -343,24 +393,32 @@ class Rows:
         return {"image": Image.fromarray(PIXELS[key]), "labels": key % 3}
 
 
-def test_examples_of_the_page_train_and_evaluate(here: Path, monkeypatch: pytest.MonkeyPatch):
-    for name, code in zip(("stl10", "hub"), EXAMPLES, strict=True):
-        (here / f"{name}.py").write_text(code)
+def assert_trains(name: str, code: str, words: Words, images: int) -> None:
+    """Trains on the images of a code's function, evaluates, and resumes."""
+    Path(f"{name}.py").write_text(code)
+    source = f"dataset.source={name}:load"
+    line = (f"name={name}", "dataset=custom", source, TINY, words, "dataset.workers=1")
+    assert_succeeded(train(line), f"on {images} images of custom")
+    run = Run(f"outputs/{name}")
+    assert_succeeded(evaluate(f"run={run.path}", source))
+    assert run.evaluation()["top1"] == run.summary["top1_last"]
+    assert_succeeded(train(line, "resume=auto"), "top-1")  # refused if it were another run
+    assert run.summary["data"]["images"].startswith(f"{images} + {images // 2} images")
+
+
+def test_the_example_of_torchvision_trains_and_evaluates(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(here)
     write_stl10(here / "data" / "stl10_binary")
+    assert_trains("stl10", STL10, "model.image_size=96", images=20)
+
+
+def test_the_example_of_hugging_face_trains_and_evaluates(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(here)
     splits = {"train": Rows(12), "test": Rows(6)}
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda name: splits))
-    monkeypatch.syspath_prepend(here)
-    hub = ["+dataset.options.name=beans", "+dataset.options.label=labels"]
-    for source, options, size, images in (("stl10", [], 96, 20), ("hub", hub, 8, 12)):
-        data = ["dataset=custom", f"dataset.source={source}:load", *options]
-        words = [f"name={source}", *data, *TINY, f"model.image_size={size}", "dataset.workers=1"]
-        result = train(*words)
-        assert result.status == 0 and f"on {images} images of custom" in result.out, result.err
-        run = Run(f"outputs/{source}")
-        evaluated = evaluate(f"run={run.path}", f"dataset.source={source}:load")
-        assert evaluated.status == 0, evaluated.err
-        assert run.evaluation()["top1"] == run.summary["top1_last"]
-        resumed = train(*words, "resume=auto")  # refused if it were another run
-        assert resumed.status == 0
-        assert "top-1" in resumed.out
-        assert run.summary["data"]["images"].startswith(f"{images} + {images // 2} images")
+    options = words_of("+dataset.options.name=beans +dataset.options.label=labels")
+    assert_trains("hub", HUB, (options, "model.image_size=8"), images=12)

@@ -1,11 +1,11 @@
 """Predictions of eval.py, load_run and exported weights equal a loop over the images."""
 
-import csv
 import pickle
 import re
 import shutil
+from contextlib import chdir
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,121 +16,181 @@ from timm.data import create_transform
 
 from tests.doors import (
     ROOT,
+    SHORT,
     SMALL,
     Run,
+    assert_refused,
+    assert_succeeded,
     build_model,
     config_of,
     evaluate,
     load_run,
+    predictions,
     snapshot,
-    train,
+    trained,
+    words_of,
 )
-from tests.images import OWN, write_images
+from tests.images import OWN, SOURCE, write_images
+from tests.pages import codes, section
 
 CLASSES = ["ant", "bee", "cat", "dog", "elk", "fox", "gnu"]
-NO_LIMITS = [x for x in SMALL if "limit" not in x]
+DIGITS = [str(digit) for digit in range(10)]
 FOLDER = (
-    *("dataset=image_folder", "dataset.root=images", "dataset.workers=0", *NO_LIMITS),
-    *("dataset.mean=[0.5,0.4,0.3]", "recipe.transforms.eval_crop_pct=0.8", "augmentation=[]"),
+    "dataset=image_folder",
+    "dataset.root=images",
+    "dataset.workers=0",
+    SHORT,
+    words_of("dataset.mean=[0.5,0.4,0.3] recipe.transforms.eval_crop_pct=0.8 augmentation=[]"),
 )
+MEAN = torch.tensor([0.5, 0.4, 0.3])[:, None, None]
+STD = torch.tensor([0.5, 0.5, 0.5])[:, None, None]
 PAGE = (ROOT / "docs" / "using.md").read_text()
 Row = dict[str, str]
 
 
-def read(path: Path | str) -> list[Row]:
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
+class Predicted(NamedTuple):
+    """What is predicted for an image: the five best classes."""
+
+    names: list[str]
+    probabilities: list[float]
 
 
-def trained(*words: str) -> str:
-    result = train("name=mine", *words)
-    assert result.status == 0, result.err
-    return "outputs/mine"
-
-
-def predicted(files: list[Path]) -> list[tuple[str, list[tuple[str, float]]]]:
-    """Predicts image by image with the best weights: path, and the five best classes."""
+def predicted(run: Run, files: list[Path]) -> list[Predicted]:
+    """Predicts image by image with the best weights."""
     model = build_model(config_of("model.embed_dim=16").model, len(CLASSES)).eval()
-    model.load_state_dict(Run("outputs/mine").best())
+    model.load_state_dict(run.best())
     crop = create_transform((3, 32, 32), interpolation="bicubic", crop_pct=0.8, normalize=False)
-    mean, std = (torch.tensor(x)[:, None, None] for x in ([0.5, 0.4, 0.3], [0.5] * 3))
     found = []
     for file in files:
         pixels = crop(Image.open(file).convert("RGB")).float() / 255
+        image = (pixels - MEAN) / STD
         with torch.no_grad():
-            probabilities = model(((pixels - mean) / std)[None]).softmax(1)[0].tolist()
-        ranked = sorted(zip(probabilities, CLASSES, strict=True), reverse=True)[:5]
-        found.append((str(file), [(name, p) for p, name in ranked]))
+            best = model(image[None])[0].softmax(0).topk(5)
+        found.append(Predicted([CLASSES[i] for i in best.indices], best.values.tolist()))
     return found
+
+
+def best_of(row: Row) -> Predicted:
+    """The five best classes of a row."""
+    places = ["", "_2", "_3", "_4", "_5"]
+    names = [row[f"predicted{place}"] for place in places]
+    return Predicted(names, [float(row[f"probability{place}"]) for place in places])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_predictions_equal_a_loop_over_the_files(here: Path, ranks: int):
     write_images(here / "images", CLASSES, train=4, held_out=3)
     Path("images/val/bee/1.png").unlink()
-    run = trained(*FOLDER)
-    config = Path(run, "config.yaml")  # as a GPU may have trained it
+    run = trained(FOLDER)
+    config = run.path / "config.yaml"  # as a GPU may have trained it
     config.write_text(config.read_text().replace("compile: false", "compile: cuda-graph"))
-    result = evaluate(f"run={run}", "weights=best", "predictions=x.csv", f"devices={ranks}")
-    assert result.status == 0, result.err
-    rows = read("x.csv")
+    words = (f"run={run.path}", "weights=best", "predictions=x.csv", f"devices={ranks}")
+    result = evaluate(words)
+    assert_succeeded(result)
+    rows = predictions("x.csv")
     files = sorted(Path("images/val").rglob("*.png"))
-    assert len(rows) == len(files) == 20
-    for row, (image, best) in zip(rows, predicted(files), strict=True):
-        assert row["image"] == image
-        assert row["class"] == Path(image).parent.name
-        names = [row["predicted"], *(row[f"predicted_{rank}"] for rank in range(2, 6))]
-        values = [row["probability"], *(row[f"probability_{rank}"] for rank in range(2, 6))]
-        assert names == [name for name, _ in best]
-        assert [float(x) for x in values] == pytest.approx([p for _, p in best], rel=1e-4)
+    assert len(rows) == 20
+    for row, file, expected in zip(rows, files, predicted(run, files), strict=True):
+        found = best_of(row)
+        assert row["image"] == str(file)
+        assert row["class"] == file.parent.name
+        assert found.names == expected.names
+        assert found.probabilities == pytest.approx(expected.probabilities, rel=1e-4)
     assert_accuracies_follow(result.out, rows)
 
 
 def assert_accuracies_follow(out: str, rows: list[Row]) -> None:
     """Asserts that the printed accuracies are those of the file."""
     printed = re.findall(r"top-1 (.+?) %, top-5 (.+?) %, .* on (\d+) images", out)
-    best = [key for key in rows[0] if key.startswith("predicted")]
-    first = np.mean([row["class"] == row["predicted"] for row in rows])
-    five = np.mean([row["class"] in [row[key] for key in best] for row in rows])
-    assert printed == [(f"{100 * first:.2f}", f"{100 * five:.2f}", str(len(rows)))]
+    top1 = np.mean([row["class"] == row["predicted"] for row in rows])
+    top5 = np.mean([row["class"] in best_of(row).names for row in rows])
+    assert printed == [(f"{100 * top1:.2f}", f"{100 * top5:.2f}", str(len(rows)))]
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_tables_follow_from_the_predictions(here: Path, ranks: int):
-    """Also with more ranks than images, which are named by their place."""
-    few = ["dataset.eval_limit=10", "dataset.source=tests.images:digits"]
-    run = trained(*OWN, *NO_LIMITS, *few[:1])
-    assert evaluate(f"run={run}", *few[1:]).status == 0
-    assert not [*Path(run).glob("*.csv")]
-    limit = [few[0]] if ranks == 1 else ["+dataset.options.held_out=3", "dataset.eval_limit=null"]
-    result = evaluate(f"run={run}", *few[1:], *limit, "predictions=x.csv", f"devices={ranks}")
-    assert result.status == 0, result.err
-    rows = read("x.csv")
-    names = [str(digit) for digit in range(10)]
-    assert_accuracies_follow(result.out, rows)
-    (stem,) = (str(x).removesuffix("-confusion.csv") for x in Path(run).glob("*-confusion.csv"))
-    kinds = "confusion", "classes"
-    confusion, classes = (read(f"{stem}-{kind}.csv") for kind in kinds)
-    pairs = ([row[key] for row in rows] for key in ("class", "predicted"))
-    expected = confusion_matrix(*pairs, labels=names)
-    assert [[int(row[name]) for name in names] for row in confusion] == expected.tolist()
-    for name, row, counts in zip(names, classes, expected, strict=True):
-        assert (row["class"], int(row["images"])) == (name, counts.sum())
+@pytest.fixture(scope="module")
+def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return trained(OWN, SHORT, root=tmp_path_factory.mktemp("digits"))
+
+
+class Tables(NamedTuple):
+    """The files that an evaluation with predictions writes, and what it prints."""
+
+    rows: list[Row]
+    confusion: list[Row]
+    classes: list[Row]
+    out: str
+
+
+def tables_of(run: Run, *words: str) -> Tables:
+    """Evaluates a copy of a run."""
+    path = shutil.copytree(run.path, "mine")
+    result = evaluate(f"run={path}", SOURCE, "predictions=x.csv", words)
+    assert_succeeded(result)
+    (confusion,) = Path(path).glob("*-confusion.csv")
+    classes = str(confusion).replace("-confusion", "-classes")
+    return Tables(predictions("x.csv"), predictions(confusion), predictions(classes), result.out)
+
+
+LIMITS = [
+    ("dataset.eval_limit=10",),
+    ("+dataset.options.held_out=3", "dataset.eval_limit=null", "devices=4"),
+]
+
+
+@pytest.mark.parametrize("words", LIMITS, ids=["one process", "more ranks than images"])
+def test_tables_follow_from_the_predictions(here: Path, digits_run: Run, words: tuple[str, ...]):
+    found = tables_of(digits_run, *words)
+    assert_accuracies_follow(found.out, found.rows)
+    true = [row["class"] for row in found.rows]
+    guessed = [row["predicted"] for row in found.rows]
+    expected = confusion_matrix(true, guessed, labels=DIGITS)
+    for digit, counts in enumerate(expected):
+        of_class = found.classes[digit]
+        assert [int(found.confusion[digit][name]) for name in DIGITS] == counts.tolist()
+        assert of_class["class"] == str(digit)
+        assert int(of_class["images"]) == counts.sum()
         if counts.sum():
-            assert row["top1"] == f"{100 * counts[int(name)] / counts.sum():.2f}"
-    if ranks == 4:
-        assert [row["image"] for row in rows] == ["0", "1", "2"]
-    assert f"{stem}-confusion.png" in result.out
-    assert Path(f"{stem}-confusion.png").is_file()
-    write_images(here / "photos", names, train=1, held_out=1)
-    result = evaluate(f"run={run}", "images=photos", "predictions=y.csv")  # runs no function
-    assert result.status == 0 and len(read("y.csv")) == 20, result.err
+            assert of_class["top1"] == f"{100 * counts[digit] / counts.sum():.2f}"
 
 
-def test_folder_without_classes_is_predicted_as_by_load_run(here: Path):
-    write_images(here / "images", CLASSES, train=2, held_out=1)
-    run = trained(*FOLDER)
-    shutil.rmtree("images")  # the run's own images are not needed
+def test_more_ranks_than_images_predict_each_once(here: Path, digits_run: Run):
+    """Images of a function are named by their place."""
+    found = tables_of(digits_run, *LIMITS[1])
+    assert [row["image"] for row in found.rows] == ["0", "1", "2"]
+
+
+def test_the_confusion_is_drawn(here: Path, digits_run: Run):
+    found = tables_of(digits_run)
+    (picture,) = Path("mine").glob("*-confusion.png")
+    assert str(picture) in found.out
+
+
+def test_an_evaluation_without_predictions_writes_no_tables(here: Path, digits_run: Run):
+    path = Path(shutil.copytree(digits_run.path, "mine"))
+    assert_succeeded(evaluate(f"run={path}", SOURCE))
+    assert not list(path.glob("*.csv"))
+
+
+def test_a_run_on_a_function_predicts_a_folder_without_it(here: Path, digits_run: Run):
+    write_images(here / "photos", DIGITS, train=1, held_out=1)
+    assert_succeeded(evaluate(f"run={digits_run.path}", "images=photos", "predictions=y.csv"))
+    assert len(predictions("y.csv")) == 20
+
+
+@pytest.fixture(scope="module")
+def folder_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run on a folder that is gone."""
+    root = tmp_path_factory.mktemp("folder")
+    with chdir(root):
+        write_images(root / "images", CLASSES, train=2, held_out=1)
+        run = trained(FOLDER, root=root)
+        shutil.rmtree("images")
+    return run
+
+
+@pytest.fixture
+def photos(here: Path) -> list[str]:
+    """Three photos in the order in which they are predicted; beside them lies what is none."""
     Path("photos/a/b").mkdir(parents=True)
     noise = np.random.default_rng(0).integers(0, 256, (40, 60, 4), dtype=np.uint8)
     sideways = Image.Exif()
@@ -140,60 +200,74 @@ def test_folder_without_classes_is_predicted_as_by_load_run(here: Path):
     Image.fromarray(noise[..., 0]).save("photos/z.webp")
     for other in ("a/broken.png", "notes.txt", ".hidden.png"):
         Path("photos", other).write_bytes(b"no image")
-    before = snapshot("outputs")
-    result = evaluate(f"run={run}", "images=photos", "predictions=x.csv")
-    assert result.status == 0 and "3 images of photos" in result.out, result.err
+    return ["photos/z.webp", "photos/a/y.png", "photos/a/b/x.JPG"]
+
+
+def test_a_folder_without_classes_is_predicted(folder_run: Run, photos: list[str]):
+    before = snapshot(folder_run.path)
+    result = evaluate(f"run={folder_run.path}", "images=photos", "predictions=x.csv")
+    assert_succeeded(result, "3 images of photos")
     assert "photos/a/broken.png: no readable image" in result.err
     assert "1 .txt" in result.err
     assert len(result.lines) == 2
-    assert snapshot("outputs") == before
-    rows = read("x.csv")
-    paths = [row["image"] for row in rows]
-    assert paths == ["photos/z.webp", "photos/a/y.png", "photos/a/b/x.JPG"]
-    assert [*rows[0]][:4] == ["image", "predicted", "probability", "predicted_2"]
-    model, transform, classes = load_run(run)
-    images = pickle.loads(pickle.dumps(transform))(paths)  # as a spawned worker gets it
-    assert torch.equal(images, transform([Image.open(path) for path in paths]))
+    assert snapshot(folder_run.path) == before
+    rows = predictions("x.csv")
+    assert [row["image"] for row in rows] == photos
+    assert list(rows[0])[:4] == ["image", "predicted", "probability", "predicted_2"]
+
+
+def test_load_run_predicts_what_is_in_the_file(folder_run: Run, photos: list[str]):
+    words = (f"run={folder_run.path}", "images=photos", "predictions=x.csv")
+    assert_succeeded(evaluate(words))
+    rows = predictions("x.csv")
+    model, transform, classes = load_run(folder_run.path)
+    images = pickle.loads(pickle.dumps(transform))(photos)  # as a spawned worker gets it
+    assert torch.equal(images, transform([Image.open(path) for path in photos]))
     with torch.no_grad():
         best = model(images).softmax(1).max(1)
     assert [row["predicted"] for row in rows] == [classes[i] for i in best.indices]
     found = [float(row["probability"]) for row in rows]
     assert found == pytest.approx(best.values.tolist(), rel=1e-4)
+
+
+@pytest.mark.parametrize("folder", ["none", "nowhere"])
+def test_a_folder_without_images_is_refused(here: Path, folder_run: Run, folder: str):
     Path("none").mkdir()
-    for folder in ("none", "nowhere"):
-        result = evaluate(f"run={run}", f"images={folder}", "predictions=y.csv")
-        assert result.status == 2
-        assert len(result.lines) == 1
-        assert f"images={folder}" in result.err
+    words = (f"run={folder_run.path}", f"images={folder}", "predictions=y.csv")
+    assert_refused(evaluate(words), f"images={folder}")
 
 
-def test_loading_refuses_what_is_missing(here: Path):
-    run = trained(*OWN, *NO_LIMITS)
-    Path(run, "checkpoints/best.safetensors").unlink()
-    for folder, weights in (("nowhere", "last"), (run, "first"), (run, "best")):
-        with pytest.raises(Exception, match=f"{folder}|weights={weights}") as error:
-            load_run(folder, weights)
-        assert len(str(error.value).splitlines()) == 1
-
-
-def codes_of(section: str) -> list[str]:
-    text = PAGE.partition(f"## {section}\n")[2].partition("\n##")[0]
-    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+@pytest.mark.parametrize(
+    ("folder", "weights", "part"),
+    [
+        ("nowhere", "last", "nowhere"),
+        ("mine", "first", "weights=first"),
+        ("mine", "best", "weights=best"),
+    ],
+)
+def test_loading_refuses_what_is_missing(
+    here: Path, digits_run: Run, folder: str, weights: str, part: str
+):
+    shutil.copytree(digits_run.path, "mine")
+    Path("mine/checkpoints/best.safetensors").unlink()
+    with pytest.raises(Exception, match=f"{folder}|{part}") as error:
+        load_run(folder, weights)
+    assert len(str(error.value).splitlines()) == 1
 
 
 def test_documented_code_predicts_a_folder_reads_weights_and_traces_the_model(
     here: Path, capfd: pytest.CaptureFixture[str]
 ):
-    assert train("name=quickstart", "augmentation=[]", *SMALL).status == 0
+    trained("augmentation=[]", SMALL, name="quickstart")
     root = write_images(here / "path" / "to" / "images", ["x"], train=1, held_out=1)
-    (code,) = codes_of("In other programs")
+    (code,) = codes(section(PAGE, "### In other programs"))
     exec(code, {})
     lines = capfd.readouterr().out.splitlines()
     files = [f"path/to/images/{split}/x/0.png" for split in ("train", "val")]
     assert [re.sub(r": \d, [01]\.\d{3}$", "", line) for line in lines] == files
-    assert evaluate("run=outputs/quickstart", "export=cct.safetensors").status == 0
+    assert_succeeded(evaluate("run=outputs/quickstart", "export=cct.safetensors"))
     names: dict[str, Any] = {}
-    (code,) = codes_of("Exported weights")
+    (code,) = codes(section(PAGE, "### Exported weights"))
     exec(code, names)
     model, transform, classes = load_run("outputs/quickstart")
     image = Image.open(next(root.rglob("*.png")))
@@ -203,7 +277,7 @@ def test_documented_code_predicts_a_folder_reads_weights_and_traces_the_model(
     assert names["about"]["classes"] == classes
     with torch.no_grad():
         assert torch.equal(model(ours), names["model"].eval()(ours))
-    code, _ = codes_of("ONNX")
+    code, _ = codes(section(PAGE, "### ONNX"))
     exec(code, names)
     images = torch.randn(5, 3, 32, 32)
     with torch.no_grad():

@@ -9,16 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.doors import ROOT, Run, evaluate, load_run, script, train
+from tests.doors import (
+    ROOT,
+    Run,
+    assert_same_lines,
+    assert_succeeded,
+    evaluate,
+    load_run,
+    script,
+    train,
+    words_of,
+)
 
 FIXTURES = ROOT / "tests" / "fixtures"
-WORDS = (
-    *("model.embed_dim=8", "dataset.limit=60", "dataset.eval_limit=60", "recipe.batch_size=20"),
-    *("recipe.epochs=2", "recipe.ema_decay=0.8", "recipe.log_every=1", "recipe.lr=0.01"),
-    *("augmentation=[mixup,cutmix,htm,vtm]", "augmentation.htm.tau=2.4"),
-    *("augmentation.htm.rho=0", "checkpoint.every_epochs=1", "device=cpu", "dataset.workers=0"),
-    "resume=auto",
-)
+WORDS = words_of("""
+    model.embed_dim=8 dataset.limit=60 dataset.eval_limit=60 recipe.batch_size=20
+    recipe.epochs=2 recipe.ema_decay=0.8 recipe.log_every=1 recipe.lr=0.01
+    augmentation=[mixup,cutmix,htm,vtm] augmentation.htm.tau=2.4 augmentation.htm.rho=0
+    checkpoint.every_epochs=1 device=cpu dataset.workers=0 resume=auto
+""")
 
 
 @pytest.fixture
@@ -30,30 +39,22 @@ def stored(here: Path) -> Run:
 
 
 def test_a_stored_run_is_found_and_resumed_to_its_recorded_end(stored: Run):
-    result = train(*WORDS)
-    assert result.status == 0 and "resuming after step 4" in result.out, result
+    assert_succeeded(train(WORDS), "resuming after step 4")
     assert [path.name for path in Path("outputs").iterdir()] == [stored.path.name]
-    recorded = (FIXTURES / "run_of_2e7fa4c.jsonl").read_text().splitlines()
-    for ours, theirs in zip(stored.lines, map(json.loads, recorded), strict=True):
-        times = {"images_per_second": 0}
-        assert ours | times == pytest.approx(theirs | times, rel=1e-4)
+    text = (FIXTURES / "run_of_2e7fa4c.jsonl").read_text()
+    recorded = [json.loads(line) for line in text.splitlines()]
+    assert_same_lines(stored.lines, recorded, rel=1e-4)
     assert stored.summary["status"] == "finished"
 
 
 def test_a_stored_run_is_evaluated_and_stands_in_a_table(stored: Run):
     for weights in ("last", "best"):
-        result = evaluate(f"run={stored.path}", f"weights={weights}")
-        assert result.status == 0, result.err
+        assert_succeeded(evaluate(f"run={stored.path}", f"weights={weights}"))
     (epoch,) = stored.epochs
     loss = stored.evaluation("best")["eval_loss"]
     assert loss == pytest.approx(epoch["eval_loss"], rel=1e-4)
     assert len(load_run(stored.path).classes) == 10
-    table = script("runs", "outputs")
-    assert table.status == 0
-    assert "interrupted after epoch 1 of 2" in table.out
-    assert train(*WORDS).status == 0
-    table = script("runs", "outputs")
+    assert_succeeded(script("runs", "outputs"), "interrupted after epoch 1 of 2")
+    assert_succeeded(train(WORDS))
     top1 = stored.summary["top1_last"]
-    assert table.status == 0
-    assert "1 finished" in table.out
-    assert f"{top1:.2f}" in table.out
+    assert_succeeded(script("runs", "outputs"), "1 finished", f"{top1:.2f}")

@@ -3,7 +3,10 @@
 import argparse
 import json
 import os
+import pickle
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +17,42 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.testing import assert_close
 
-from tests.doors import SMALL, Run, evaluate, initial_model, load_run, script, snapshot, train
+from tests.doors import (
+    SMALL,
+    Run,
+    Words,
+    assert_refused,
+    assert_succeeded,
+    evaluate,
+    initial_model,
+    load_run,
+    script,
+    snapshot,
+    train,
+    trained,
+    words_of,
+)
 from tests.reproduction.recorded import FIXTURES, Recorded
 
 State = dict[str, Tensor]
 PUBLISHED = yaml.safe_load((FIXTURES / "published_names.yaml").read_text())
-VIT_BASE = "model=vit_base_patch16_224"
 VIT = ("model=vit_tiny_patch16_224", "model.image_size=32", "augmentation=[]")
 # The CCT that was recorded with the published code.
-RECORDED_CCT = (
-    *("model=cct_2_3x2", "model.embed_dim=32", "model.depth=4", "model.mlp_ratio=2"),
-    *("model.positional_embedding=learnable", "augmentation=[]"),
-)
+RECORDED_CCT = words_of("""
+    model=cct_2_3x2 model.embed_dim=32 model.depth=4 model.mlp_ratio=2
+    model.positional_embedding=learnable augmentation=[]
+""")
 TINY = ("model.embed_dim=16", "augmentation=[]")
 
 
-def same(one: State, other: State) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+same = partial(assert_close, atol=0, rtol=0)  # states, entry by entry
 
 
-def begun(path: Path, *words: str, classes: int = 10) -> State:
+def begun(path: Path, *words: Words, classes: int = 10) -> State:
     """The weights of a run that begins with those of a file."""
-    return initial_model(*words, f"model.weights={path}", classes=classes).state_dict()
+    return initial_model(words, f"model.weights={path}", classes=classes).state_dict()
 
 
 def as_published_cct(state: State) -> dict[str, Any]:
@@ -45,40 +61,61 @@ def as_published_cct(state: State) -> dict[str, Any]:
     optimizer.param_groups[0]["params"][0].sum().backward()
     optimizer.step()
     args = argparse.Namespace(lr=6e-4, mean=[0.5, 0.5, 0.5], amp=True, resume="", seed=None)
-    more = {"optimizer": optimizer.state_dict(), "amp_scaler": {"scale": 65536.0}, "metric": 83.57}
     return {
         "epoch": 299,
         "arch": "cct_7_3x1_32",
         "state_dict": OrderedDict(state),
         "args": args,
-    } | more
+        "optimizer": optimizer.state_dict(),
+        "amp_scaler": {"scale": 65536.0},
+        "metric": 83.57,
+    }
+
+
+def groups_of(block: int, settings: dict[str, int]) -> list[str]:
+    """The groups of parameters of a block of a published file."""
+    groups = ["block"]
+    if block == settings.get("vtm"):
+        groups.append("separate")
+    else:
+        groups.append("fused")
+    if block == settings.get("htm"):
+        groups.append("scorenet")
+    return groups
+
+
+def published_shapes(kind: str, file: str) -> dict[str, list[Any]]:
+    """The names and shapes of a published file; `classes` stands for their number."""
+    facts = PUBLISHED[kind]
+    shapes = dict(facts["once"])
+    for block in range(facts["depth"]):
+        for group in groups_of(block, facts["files"][file]):
+            for name, shape in facts[group].items():
+                shapes[name.format(block)] = shape
+    return shapes
 
 
 def published_state(kind: str, file: str) -> State:
     """Parameters of the names and shapes of a published file, which take no space on disk."""
-    facts = PUBLISHED[kind]
-    settings = facts["files"][file]
-    shapes = dict(facts["once"])
-    for block in range(facts["depth"]):
-        groups = ["block", "separate" if block == settings.get("vtm") else "fused"]
-        groups += ["scorenet"] * (block == settings.get("htm"))
-        shapes |= {n.format(block): s for group in groups for n, s in facts[group].items()}
-    sizes = {
-        name: [settings["classes"] if n == "classes" else n for n in s]
-        for name, s in shapes.items()
-    }
-    return {name: torch.full((1,), 0.01).expand(size) for name, size in sizes.items()}
+    classes = PUBLISHED[kind]["files"][file]["classes"]
+    value = torch.full((1,), 0.01)
+    state = {}
+    for name, shape in published_shapes(kind, file).items():
+        sizes = [classes if size == "classes" else size for size in shape]
+        state[name] = value.expand(sizes)
+    return state
 
 
-@pytest.mark.parametrize(
-    ("kind", "file"), [(kind, name) for kind in PUBLISHED for name in PUBLISHED[kind]["files"]]
-)
+PUBLISHED_FILES = [(kind, file) for kind, facts in PUBLISHED.items() for file in facts["files"]]
+PUBLISHED_MODELS = {"cct": "model=cct_7_3x1", "vit": "model=vit_base_patch16_224"}
+
+
+@pytest.mark.parametrize(("kind", "file"), PUBLISHED_FILES)
 def test_published_names_and_shapes_fit_the_models(here: Path, kind: str, file: str):
     torch.save(published_state(kind, file), here / "x.pth")
     classes = PUBLISHED[kind]["files"][file]["classes"]
-    words = ("model=cct_7_3x1" if kind == "cct" else VIT_BASE, "augmentation=[]")
     with torch.device("meta"):
-        begun(here / "x.pth", *words, classes=classes)
+        begun(here / "x.pth", PUBLISHED_MODELS[kind], "augmentation=[]", classes=classes)
 
 
 def with_module_prefix(state: State) -> dict[str, Any]:
@@ -97,11 +134,11 @@ def with_module_prefix(state: State) -> dict[str, Any]:
 def test_published_weights_give_the_published_logits(here: Path, recorded: str, written: Any):
     arrays = Recorded(recorded)
     torch.save(written(arrays.under("state")), here / "file.any")
-    model = initial_model(*RECORDED_CCT, f"model.weights={here / 'file.any'}").eval()
+    model = initial_model(RECORDED_CCT, f"model.weights={here / 'file.any'}").eval()
     expected = arrays.tensor("eval_logits")
     with torch.no_grad():
-        far = (model(arrays.tensor("images")) - expected).abs().max()
-    assert far <= 1e-4 * expected.abs().max()
+        difference = model(arrays.tensor("images")) - expected
+    assert difference.abs().max() <= 1e-4 * expected.abs().max()
 
 
 def doubled(state: State) -> State:
@@ -120,61 +157,61 @@ CONTAINERS = {
 }
 
 
-@pytest.mark.parametrize("container", [*CONTAINERS, "safetensors", "legacy"])
+@pytest.mark.parametrize("container", CONTAINERS)
 def test_state_dicts_are_found_in_all_common_containers(here: Path, container: str):
     """The suffix of a file does not matter."""
-    state = initial_model(*TINY).state_dict()
-    path = here / "weights.any"
-    if container == "safetensors":
-        save_file(state, path, metadata={"format": "pt"})
-    else:
-        content = CONTAINERS.get(container, dict)(state)
-        zipped = container != "legacy"
-        torch.save(content, path, _use_new_zipfile_serialization=zipped)
-    assert same(begun(path, *TINY), state)
+    state = initial_model(TINY).state_dict()
+    torch.save(CONTAINERS[container](state), "weights.any")
+    same(begun(here / "weights.any", TINY), state)
+
+
+def test_state_dicts_are_found_in_other_formats(here: Path):
+    state = initial_model(TINY).state_dict()
+    save_file(state, "tensors.any", metadata={"format": "pt"})
+    torch.save(state, "legacy.any", _use_new_zipfile_serialization=False)
+    same(begun(here / "tensors.any", TINY), state)
+    same(begun(here / "legacy.any", TINY), state)
 
 
 @pytest.mark.parametrize("words", [TINY, pytest.param(VIT, marks=pytest.mark.slow)], ids=str)
 def test_a_head_for_other_classes_stays_new(here: Path, words: tuple[str, ...]):
     torch.manual_seed(0)
-    donor = initial_model(*words, classes=7).state_dict()
+    donor = initial_model(words, classes=7).state_dict()
     torch.save(donor, here / "x.pth")
-    assert same(begun(here / "x.pth", *words, classes=7), donor)
+    same(begun(here / "x.pth", words, classes=7), donor)
     torch.manual_seed(5)
-    other = begun(here / "x.pth", *words, classes=3)
+    other = begun(here / "x.pth", words, classes=3)
     torch.manual_seed(5)
-    fresh = initial_model(*words, classes=3).state_dict()
-    for name, value in other.items():
-        assert torch.equal(value, (fresh if name.startswith("head.") else donor)[name]), name
+    fresh = initial_model(words, classes=3).state_dict()
+    head = {name: value for name, value in fresh.items() if name.startswith("head.")}
+    same(other, donor | head)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def donor(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run with HTM and VTM, whose last weights are not its best."""
-    root = tmp_path_factory.mktemp("trained")
-    result = train("name=mine", f"output_root={root}", "recipe.max_steps=5", *SMALL)
-    assert result.status == 0, result.err
-    return Run(root / "mine")
+    return trained("recipe.max_steps=5", SMALL, root=tmp_path_factory.mktemp("donor"))
 
 
-def test_a_run_begins_with_the_weights_of_another(trained: Run, here: Path):
+def test_a_run_begins_with_the_weights_of_another(donor: Run, here: Path):
     """Of its checkpoint, which holds ScoreNet too, and of its best weights."""
-    (last, *_), best = trained.checkpoints, trained.path / "checkpoints" / "best.safetensors"
-    assert same(begun(last, TINY[0]), load_run(trained.path).model.state_dict())
-    assert same(begun(best, TINY[0]), trained.best())
-    result = train(f"model.weights={last}", "name=other", "recipe.max_steps=1", *SMALL)
-    assert result.status == 0, result.err
-    assert f"initial weights: 29 parameters of {last}, and its head\n" in result.out
+    last = donor.checkpoints[0]
+    best = donor.path / "checkpoints" / "best.safetensors"
+    same(begun(last, "model.embed_dim=16"), load_run(donor.path).model.state_dict())
+    same(begun(best, "model.embed_dim=16"), donor.best())
+    result = train(f"model.weights={last}", "name=other", "recipe.max_steps=1", SMALL)
+    assert_succeeded(result, f"initial weights: 29 parameters of {last}, and its head\n")
     assert str(last) in Run("outputs/other").summary["initial_weights"]
 
 
 def tiny_state(**changes: Tensor | None) -> State:
     """The default model's state with parameters replaced, or removed if None; `__` is a dot."""
-    state = initial_model(*TINY).state_dict()
-    for name, value in changes.items():
-        state.pop(name.replace("__", "."), None)
+    state = initial_model(TINY).state_dict()
+    for key, value in changes.items():
+        name = key.replace("__", ".")
+        state.pop(name, None)
         if value is not None:
-            state[name.replace("__", ".")] = value
+            state[name] = value
     return state
 
 
@@ -193,7 +230,7 @@ REFUSED = {  # what is in the file, part of the line
     "shape": (lambda: tiny_state(norm__bias=torch.ones(3)), "norm.bias"),
     "integers": (lambda: tiny_state(norm__bias=torch.ones(16).long()), "int64"),
     "head without bias": (lambda: tiny_state(head__bias=None), "head.bias"),
-    "another model": (lambda: initial_model(*VIT).state_dict(), "cls_token"),
+    "another model": (lambda: initial_model(VIT).state_dict(), "cls_token"),
     "nothing": (dict, "pos_embed"),
     "list": (lambda: [1, 2], "list"),
     "settings": (lambda: {"lr": 1, 2: 3}, "lr"),
@@ -210,38 +247,46 @@ REFUSED = {  # what is in the file, part of the line
 }
 
 
-@pytest.mark.parametrize("case", [*REFUSED, "text", "empty", "no file", "folder"])
+@pytest.mark.parametrize("case", REFUSED)
 def test_weights_that_do_not_fit_are_refused_in_one_line(here: Path, case: str):
-    content, part = REFUSED.get(case, (None, "model.weights=x.pth"))
-    if content is not None:
-        torch.save(content(), "x.pth")
-    elif case != "no file":
-        Path("x.pth").mkdir() if case == "folder" else Path("x.pth").write_text(
-            "hi" * (case == "text")
-        )
+    content, part = REFUSED[case]
+    torch.save(content(), "x.pth")
     before = snapshot()
-    result = train("model.weights=x.pth", *SMALL)
-    assert (result.status, len(result.lines)) == (2, 1), result
-    assert "model.weights=x.pth" in result.err
-    assert part in result.err
+    assert_refused(train("model.weights=x.pth", SMALL), "model.weights=x.pth", part)
+    assert snapshot() == before, "code of the file was executed, or something written"
+
+
+NO_STATE: dict[str, Callable[[Path], object]] = {  # what stands at x.pth
+    "text": lambda path: path.write_text("hi"),
+    "empty": lambda path: path.touch(),
+    "folder": lambda path: path.mkdir(),
+    "no file": lambda path: None,
+    "a bare pickle": lambda path: path.write_bytes(pickle.dumps(Intruder(), protocol=2)),
+}
+
+
+@pytest.mark.parametrize("kind", NO_STATE)
+def test_what_is_no_file_of_weights_is_refused_in_one_line(here: Path, kind: str):
+    NO_STATE[kind](here / "x.pth")
+    before = snapshot()
+    assert_refused(train("model.weights=x.pth", SMALL), "model.weights=x.pth")
     assert snapshot() == before, "code of the file was executed, or something written"
 
 
 def test_numbers_of_numpy_beside_weights_are_told_as_plain_ones(here: Path):
     torch.save({"model": tiny_state(), "epoch": np.int64(3), "step": np.float64(9)}, "x.pt")
     words = ("dataset=digits", "dataset.eval_limit=10", "device=cpu")
-    result = evaluate("checkpoint=x.pt", "model.embed_dim=16", *words)
-    assert result.status == 0, result.err
+    assert_succeeded(evaluate("checkpoint=x.pt", "model.embed_dim=16", words))
     (file,) = Path("outputs/evaluations").glob("*.json")
     found = json.loads(file.read_text())
-    assert (found["epoch"], found["step"]) == (3, 9)
+    assert found["epoch"] == 3
+    assert found["step"] == 9
 
 
 def test_an_exported_vit_is_loaded_by_timm(here: Path):
-    donor = initial_model(*VIT).eval()
+    donor = initial_model(VIT).eval()
     torch.save({"model": donor.state_dict()}, "x.pt")
-    result = evaluate("checkpoint=x.pt", *VIT[:2], "export=vit.safetensors")
-    assert result.status == 0, result.err
+    assert_succeeded(evaluate("checkpoint=x.pt", VIT[:2], "export=vit.safetensors"))
     settings: dict[str, Any] = {"img_size": 32, "num_classes": 10}
     model = timm.create_model("vit_tiny_patch16_224", checkpoint_path="vit.safetensors", **settings)
     images = torch.randn(2, 3, 32, 32)
@@ -249,14 +294,12 @@ def test_an_exported_vit_is_loaded_by_timm(here: Path):
         assert torch.equal(model.eval()(images), donor(images))
 
 
-def test_export_of_a_run_writes_its_weights_once(trained: Run, here: Path):
-    words = [f"run={trained.path}", "weights=best", "export=best.safetensors"]
-    assert evaluate(*words).status == 0
-    assert same(load_file("best.safetensors"), trained.best())
+def test_export_of_a_run_writes_its_weights_once(donor: Run, here: Path):
+    words = [f"run={donor.path}", "weights=best", "export=best.safetensors"]
+    assert_succeeded(evaluate(words))
+    same(load_file("best.safetensors"), donor.best())
     before = snapshot()
-    result = evaluate(*words)
-    assert (result.status, len(result.lines)) == (2, 1)
-    assert "best.safetensors" in result.err
+    assert_refused(evaluate(words), "best.safetensors")
     assert snapshot() == before
 
 
@@ -268,7 +311,7 @@ def test_published_checkpoints_are_evaluated_and_missing_ones_named(here: Path):
     Path("files/cct_cifar10_VTM.pth").write_bytes(b"unread")
     Path("files/notes.txt").write_text("of no model")
     words = ["dataset=digits", "dataset.eval_limit=10", "device=cpu"]
-    result = script("check_published", "files", *words)
+    result = script("check_published", "files", words)
     assert result.status == 1, result.err  # one is not readable
     lines = dict(line.split(": ", 1) for line in result.out.splitlines())
     assert len(lines) == 9
@@ -276,6 +319,4 @@ def test_published_checkpoints_are_evaluated_and_missing_ones_named(here: Path):
     assert "10.00 % (-87.57)" in lines["cct_cifar10_HTM"]
     assert "cct_cifar10_VTM.pth: not readable" in lines["cct_cifar10_VTM"]
     assert lines["vit_imagenet_HVTM"].endswith("printed 82.32 %: no such file")
-    result = script("check_published", str(here))
-    assert (result.status, len(result.lines)) == (2, 1)
-    assert "cct_cifar10_HTM.*" in result.err
+    assert_refused(script("check_published", str(here)), "cct_cifar10_HTM.*")

@@ -7,9 +7,9 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.doors import SMALL, config_of, evaluate, runs, script, train, value_of
+from tests.doors import SMALL, assert_succeeded, config_of, evaluate, runs, script, train, value_of
 
-ONE = (*SMALL, "recipe.epochs=1")
+ONE = (SMALL, "recipe.epochs=1")
 # What Hydra's grammar itself gives a meaning: lists, sweeps, functions, interpolation, escapes.
 GRAMMAR = "[]{}(),$\\"
 PLAIN = st.characters(codec="utf-8", exclude_categories=["C"], exclude_characters=GRAMMAR + "'\"")
@@ -58,9 +58,9 @@ def test_what_hydra_reads_it_reads_alone(text: str, value: object):
 
 def test_every_program_reads_alike(here: Path):
     name = "it's caf\xe9 #"
-    assert train("-m", "jobs=2", "seed=1,2", f"name={name}${{seed}}", *ONE).status == 0
+    assert_succeeded(train("-m", "jobs=2", "seed=1,2", f"name={name}${{seed}}", ONE))
     assert [run.path.name for run in runs()] == [f"{name}1", f"{name}2"]
-    assert evaluate(f"run=outputs/{name}1", f"predictions={name}.csv", "device=cpu").status == 0
+    assert_succeeded(evaluate(f"run=outputs/{name}1", f"predictions={name}.csv", "device=cpu"))
     assert Path(f"{name}.csv").exists()
     assert config_of("output_root=~/x").output_root == str(Path("~/x").expanduser())
 

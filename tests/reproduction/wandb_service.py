@@ -45,10 +45,14 @@ class Answer(BaseHTTPRequestHandler):
             sent = json.loads(body).get("files", {}).get("wandb-history.jsonl", {})
             lines = self.server.lines.setdefault(self.path.split("/")[-2], [])
             lines += [json.loads(line) for line in sent.get("content", [])]
-        request = json.loads(body) if self.path == "/graphql" else {}
+        request: dict[str, Any] = {}
+        if self.path == "/graphql":
+            request = json.loads(body)
         query = request.get("query", "")
-        refuses = self.server.status != 200 and "bucket" in query.lower()
-        self._send(self.server.status if refuses else 200, self._data(query, request))
+        status = 200
+        if "bucket" in query.lower():  # a new run
+            status = self.server.status
+        self._send(status, self._data(query, request))
 
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -68,7 +72,9 @@ class Answer(BaseHTTPRequestHandler):
         return {"viewer": {"id": "v", "entity": "somebody", "username": "somebody", "flags": "{}"}}
 
     def _send(self, status: int, data: dict[str, Any]) -> None:
-        answer = {"data": data, "errors": [{"message": "not for you"}] if status != 200 else []}
+        answer: dict[str, Any] = {"data": data, "errors": []}
+        if status != 200:
+            answer["errors"] = [{"message": "not for you"}]
         body = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")

@@ -1,0 +1,46 @@
+"""Finished runs that were never trained: copies of one with other settings and results."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.doors import Run
+
+
+def write(
+    model: Run,
+    name: str,
+    settings: Mapping[str, Any],
+    seed: int = 0,
+    age: int | None = None,
+    **summary: Any,
+) -> Path:
+    """Copies a finished run, with other settings, and other entries of its summary.
+
+    Of several runs the one of the largest `age` is the newest.
+    """
+    folder = Path("outputs", name)
+    shutil.copytree(model.path, folder, ignore=shutil.ignore_patterns("checkpoints"))
+    config = model.config | {"seed": seed}
+    for key, value in settings.items():
+        *groups, last = key.split(".")
+        part = config
+        for group in groups:
+            part = part[group]
+        part[last] = value
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    top1 = summary.get("top1_last", 80.0)
+    (line,) = model.summary["log"]
+    log = [line | {"top1": top1, "eval_loss": summary.pop("loss", 1.0)}]
+    best = {"top1_best": top1 + 0.5, "top1_median10": top1}
+    written = model.summary | {"log": log, "seed": seed} | best | summary
+    (folder / "summary.json").write_text(json.dumps(written))
+    if age is not None:
+        time = 1_000_000 + age
+        os.utime(folder / "summary.json", (time, time))
+    return folder
