@@ -39,6 +39,7 @@ ROWS = {
     "base": ["experiment=table1/cifar100_baseline"],
     "htm": [HTM],
     "tau1": [HTM, "augmentation.htm.tau=1"],
+    "split": [HTM, "dataset.validation=0.1"],
     "other": [],
 }
 
@@ -152,21 +153,16 @@ def test_only_rows_that_are_to_be_trained_count_as_rows_without_a_run(report: Pa
 
 
 def test_the_papers_values_are_not_drawn_beside_a_validation_split(
-    trained: Run, drawn_texts: dict[str, list[str]]
+    model: Run, drawn_texts: dict[str, list[str]]
 ):
     """The paper prints accuracies of the test set."""
-    split = "dataset.validation=0.1"
-    for name, words, more in (
-        ("split", [HTM, split], {"val_top1_last": 70.0}),
-        ("whole", [HTM], {}),
-    ):
-        folder = write(trained, name, {}, **more)
-        (folder / "config.yaml").write_text(yaml.safe_dump(asdict(config_of(*words))))
-    assert script("report", split).status == 0
-    (name,) = (name for name in drawn_texts if name.startswith("table1"))
+    finished(model, "split", val_top1_last=70.0)
+    finished(model, "htm")
+    assert_succeeded(script("report", "dataset.validation=0.1"))
+    (name,) = [name for name in drawn_texts if name.startswith("table1")]
     assert any(text.startswith("validation top-1") for text in drawn_texts[name])
     assert "the paper's" not in drawn_texts[name]
-    assert script("report").status == 0
+    assert_succeeded(script("report"))
     assert "the paper's" in drawn_texts["table1-CIFAR-100"]
 
 
