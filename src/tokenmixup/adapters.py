@@ -38,10 +38,11 @@ class Adapter:
     num_prefix_tokens: int = 0  # tokens before the spatial tokens
     reads_class_token: bool = False  # whether the head reads token 0 and no patch
     # Path from the model to the module whose output has a token for each patch: `b t d`,
-    # `b rows columns d`, or of a convolution `b d rows columns`. By default `patch_embed` beside
-    # the blocks, if there is one, and they are one sequence and attend to all.
+    # `b rows columns d`, or of a convolution `b d rows columns`. By default `patch_embed` of the
+    # module that has the blocks; none if `blocks` has a `*`, or with `geometry` or `saliency`.
     patch_embed: str | None = None
-    square_patches: bool = False  # whether their grid has the image's aspect ratio
+    # Whether patches are square: the image's aspect ratio tells their grid if nothing else does
+    square_patches: bool = False
     in_rows: bool = True  # whether spatial tokens are in the order of the image, row by row
     # (block, map, *args, **kwargs of the block) -> saliency `b t` of its input; any shape of map
     geometry: Callable[..., Tensor] | None = None
@@ -241,7 +242,7 @@ def checked_adapter_of(model: Any) -> Adapter:
 
 
 def _own_way(model: Any, adapter: Adapter) -> str | None:
-    """Names what a model has of its own, so that timm's names do not tell its tokens."""
+    """Names what keeps timm's names from telling which tokens are the prefix, if anything does."""
     kinds = type(model).__mro__
     foreign = [kind for kind in kinds if not kind.__module__.startswith("timm.")]
     if len(foreign) < len(kinds):  # a model of timm's, or made from one

@@ -11,7 +11,7 @@ from torch import Tensor
 
 HAS_TRITON = find_spec("triton") is not None  # comes with torch for CUDA on Linux
 MOST_SAMPLES = 1024  # that the kernel matches; the host matches larger batches
-HELD_GAINS = 2**25  # of tokens, which a GPU holds at once
+HELD_GAINS = 2**25  # receivers x donors x tokens, which a GPU holds at once
 
 
 class Diverged(FloatingPointError):
@@ -32,7 +32,7 @@ def gain_matrix(saliency: Tensor, rho: float) -> Tensor:
         return saliency.new_zeros(len(saliency), len(saliency), dtype=torch.float64)
     saliency = saliency.double()  # below, distance and surplus nearly cancel
     less_rho = saliency - rho
-    if saliency.is_cuda:  # Eq. 6 as it stands, for some receivers at once: compiled, one kernel
+    if saliency.is_cuda:  # Eq. 6 as printed, some receivers at a time: compiled, by one kernel
         at_once = max(1, HELD_GAINS // saliency.numel())
         parts = [
             (less_rho - own[:, None]).clamp(min=0).sum(dim=2) for own in saliency.split(at_once)
@@ -67,7 +67,7 @@ def check_finite(gain: Tensor) -> None:
 
 @torch.library.custom_op("tokenmixup::donors", mutates_args=())
 def donors(gain: Tensor, is_easy: Tensor) -> Tensor:
-    """`optimal_donors` as an operator, which neither a compiler nor a CUDA graph cuts."""
+    """`optimal_donors` as one operator of a compiled graph; by the kernel also of a CUDA graph."""
     if gain.is_cuda and HAS_TRITON and len(gain) <= MOST_SAMPLES:
         from tokenmixup.assignment_kernel import device_donors
 
@@ -91,8 +91,10 @@ def _(gain: Tensor, is_easy: Tensor) -> Tensor:
 def optimal_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
     """Returns the donor of every sample by optimal assignment (Eq. 7); a hard sample's is itself.
 
-    `gain`: `b b`, receiver x donor; `is_easy`: `b` bool. Returns `b` int64. Raises
-    FloatingPointError on a CPU if the gain of an easy sample is not finite. A GPU, which is not
-    waited for, then returns -1 for all easy samples, which indexes the last sample.
+    `gain`: `b b`, receiver x donor; `is_easy`: `b` bool. Returns `b` int64.
+
+    On a GPU with Triton a kernel assigns up to 1,024 samples, else the host. Raises
+    FloatingPointError if the gain of an easy sample is not finite; but the kernel, for which the
+    host does not wait, then returns -1 for all easy samples, which indexes the last sample.
     """
     return donors(gain, is_easy)

@@ -9,8 +9,10 @@ threads, so every run gives the same donors, whose total gain is below the optim
 2. `_bid`: receivers without a donor bid for their best one and raise its price by what it is worth
    more than their second best. So a receiver's donor always is one of its best at these prices.
 3. `_augment`: shortest augmenting paths for the remaining receivers (Jonker and Volgenant, 1987).
-4. Donors that nobody takes have to be cheapest. If hard samples leave some that are not, a receiver
-   without any gain, row `b`, takes the cheap ones, and searches free the others.
+4. The total gain is the largest if every receiver has one of its best donors at the prices, and
+   every donor that is left over has the lowest price of all. Hard samples leave some over: those of
+   that price are given to a dummy receiver, row `b`, whose gains are 0, and a search from it ends
+   at each of the others. What row `b` has in the end is left over.
 
 The first two are one kernel, of many threads, since they go through all gains; the others are a
 second one, of few, since a search goes through one row after another.
@@ -174,7 +176,7 @@ def _bid(int_gain_ptr, easy_ptr, price, owner, b, B: tl.constexpr, R: tl.constex
         who = tl.min(tl.where((bid == highest[None, :]) & (bid >= 0), row[:, None], FAR), 0)
         winner = tl.where(highest > raised, who, winner)
         raised = tl.maximum(raised, highest)
-    # a bid that raises no price takes a donor from nobody, so that bids end
+    # a bid of 0 wins only a donor that nobody has: receivers would take it from each other by turns
     moves = (raised > 0) | ((raised == 0) & (owner < 0))
     owner = tl.where(moves, winner, owner)
     return price + tl.where(moves, raised, 0), owner, tl.sum(moves.to(tl.int32), 0)
@@ -206,6 +208,7 @@ def _augment(int_gain_ptr, root, price, owner, b, B: tl.constexpr):
         base = reached - tl.sum(tl.where(is_end, price, 0), 0)
         base += tl.load(int_gain_ptr + tl.maximum(row, 0) * B + end)
         is_open = is_open & (is_end == 0)
+    # a donor at a smaller distance than `reached` gets dearer by the difference
     price = tl.where(is_open | (cols >= b), price, reached - label)
     row = zero - 1
     while row != root:  # back along the path, every donor to the row before it
@@ -231,7 +234,11 @@ def _start(
     N: tl.constexpr,
     BIDS: tl.constexpr,
 ):
-    """Steps 1 and 2: writes prices and owners, and as donors NO_SEARCH or the sample itself."""
+    """Steps 1 and 2: writes prices, owners, and as donors what is left to `_search`.
+
+    A hard sample's is its own index, which stays. An easy one's is NO_SEARCH if it has a donor or a
+    gain is not finite; else its own index: it waits.
+    """
     cols = tl.arange(0, B)
     easy_rows, finite = _to_integers(gain_ptr, easy_ptr, int_gain_ptr, b, B, R)
     easy = tl.load(easy_ptr + cols, cols < b, 0) != 0

@@ -31,7 +31,8 @@ class AttentionMap:
     def probabilities(self, queries: int | None = None, keys: int | None = None) -> Tensor:
         """Returns the map of the first queries over the first keys; each row sums to 1.
 
-        In float32 or wider, since scores could overflow float16.
+        Or to 0, if `mask` hides all of its keys. In float32 or wider, since scores could overflow
+        float16.
         """
         if self.weights is not None:
             weights = self.weights[..., :queries, :keys]

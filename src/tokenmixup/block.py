@@ -101,7 +101,10 @@ class Plan:
 
 @dataclass(eq=False)
 class Memory:
-    """Tokens of earlier blocks, which become keys and values of a later one (Eq. 13)."""
+    """Tokens of earlier blocks, which become keys and values of a later one (Eq. 13).
+
+    HTM and manifold mixup at blocks after a source do not mix its tokens.
+    """
 
     tokens: list[Tensor] = field(default_factory=list)  # of each source, b kappa d
     # theirs in 0..n-1, b kappa: what masks and rotary positions know a token by
@@ -116,7 +119,9 @@ def check_tokens(plan: Plan, args: tuple[Any, ...], b: int, width: int | None = 
     are_tokens = (len(shape) == 3 or is_grid) and shape[0] == b
     if not are_tokens or width not in (None, shape[-1]):
         found = shape or type(x).__name__
-        needs = f"its first argument must be tokens b n {width or 'd'} (Adapter.embed_dim)"
+        needs = "its first argument must be tokens b n d or, without VTM, b rows columns d"
+        if width is not None:
+            needs += f", with d = Adapter.embed_dim = {width}"
         raise ValueError(f"{plan.name} gets {found}: {needs}")
 
 
@@ -129,7 +134,8 @@ def run_watched(
 ) -> tuple[Any, Watching]:
     """Runs a block on its own tokens and a memory's; the latter are keys and values only.
 
-    Returns its output for its own tokens, or for all of them, and what has seen its map.
+    Returns its output, of n tokens or, if no residual sum was cut to these, of n + m; and what has
+    seen its map.
     """
     args = entry.args
     kwargs = entry.kwargs

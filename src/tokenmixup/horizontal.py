@@ -30,7 +30,7 @@ def gaining_tokens(own: Tensor, offered: Tensor, is_easy: Tensor, rho: float) ->
     """Marks tokens to replace: the donor's saliency is higher by more than rho (Eq. 9, `eq:mask`).
 
     `own`, `offered`: `b t`, saliency of the sample and of its donor; rho >= 0. Returns `b t` bool.
-    `is_easy` is not needed: hard samples are their own donors, so nothing of them is replaced.
+    `is_easy` is not needed: a hard sample is its own donor, and 0 > rho is never so.
     """
     return offered - own > rho
 
@@ -75,9 +75,8 @@ def mix_horizontal(
     `saliency`: `b t`, of the spatial tokens (line 2, Eq. 3). `difficulty`: `b`, in nats (line 1,
     Eq. 1); samples below `tau` are easy. `rho` >= 0: the gain in saliency above which a token is
     replaced. Samples stay at their places (line 8). Raises ValueError if `t > n` or the targets are
-    not `b c`, TypeError if a rule returns another type, FloatingPointError if the gain of a pair is
-    not finite; but not on a GPU, which would have to be waited for: there the returned `gain` is
-    nan.
+    not `b c`, TypeError if a rule returns another type, FloatingPointError if `rules.match` does.
+    Where it does not, so as not to wait for a GPU, saliency that is not finite puts nan in `gain`.
     """
     if targets.ndim != 2 or len(targets) != len(tokens):
         raise ValueError(f"targets {[*targets.shape]}: must be probabilities b c")

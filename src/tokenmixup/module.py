@@ -5,7 +5,7 @@ not matter what a block consists of: its attention map is seen while the block c
 `watch.py`), and for VTM the block runs on its n tokens and m of memory, of which the first n that
 it returns are kept. Evaluation is the plain model, bit for bit.
 
-    images, targets          checked; what is assumed of a block is tried out, once (`prove.py`);
+    images, targets          checked; what is assumed of a block is tried out (`prove.py`);
         |                    the draws of manifold mixup; the input gradient, if HTM takes it
         |
     [patch embedding]        says how many patches there are, and in which grid
@@ -67,7 +67,7 @@ class Replaced(NamedTuple):
     """A module whose `forward` is replaced during a pass."""
 
     module: nn.Module
-    method: Callable[..., Any] | None  # of Pass, which runs it; None: gradient checkpointing does
+    method: Callable[..., Any] | None  # the one of Pass that runs it; None: `checkpoint` runs it
     subject: Plan | nn.Module  # what the method gets: the plan of a block, or the embedding
     before: Forward | None  # what the instance had as `forward`; None: that of its class
 
@@ -82,11 +82,11 @@ class TokenMixup(nn.Module):
     other names than timm's and is no known class of torchvision or transformers. Raises ValueError
     for an unsupported model, a layer that it does not have, or an invalid setting.
 
-    `images`: `b 3 h w`; `targets`: `b c`, probabilities after any input mixup. Training raises
-    TypeError without targets; ValueError for images or targets of another kind (values of targets
-    are read on a CPU only), a block whose map is not seen, and one that is skipped, repeated
-    or checkpointed by the model itself; on a CPU FloatingPointError if the gain of an easy sample
-    is not finite. HTM's `rules` and `detect` may be replaced.
+    `images`: `b 3 h w`; `targets`: `b c`, probabilities after any input mixup. Evaluation ignores
+    targets. Training raises TypeError without them; ValueError for images or targets of another
+    kind (values of targets are read on a CPU only), a block whose map is not seen, and one that is
+    skipped, repeated or checkpointed by the model itself; FloatingPointError if saliency is not
+    finite, as `assignment.optimal_donors` says. HTM's `rules` and `detect` may be replaced.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class TokenMixup(nn.Module):
             self._mixing.vtm = self.vtm.by_layer
         self._given_adapter = adapter
         self._configured_detect = self.detect
-        # the pass that runs, if one does: stand-ins, made once, find each new pass in this list
+        # holds the pass while it runs, else nothing; a list, for stand-ins that outlive it
         self._running: list[Pass] = []
         self._forget()
         if self._mixing.touched() or checkpoint_blocks:
@@ -132,14 +132,14 @@ class TokenMixup(nn.Module):
         """Forgets what `_look_up` and `_replace_forwards` have found out about the model."""
         self.adapter = self._given_adapter or adapter_of(self.model)
         self._blocks: list[nn.Module] = []
-        self._plans: dict[int, Plan] = {}  # of the blocks that must run
-        self._seen_model: list[Any] = []  # for which these plans were made
+        self._plans: dict[int, Plan] = {}  # by index, of the blocks that something touches
+        self._seen_model: list[Any] = []  # model and settings of the plans
         self._proofs = Proofs()
         self._replaced: list[Replaced] = []
         self._stand_ins: list[Forward] = []  # of the replaced modules
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy finds out for itself: plans and stand-ins hold the parts of this one."""
+        """A copy makes plans, proofs and stand-ins of its own: these hold modules of this one."""
         state = dict(vars(self))
         state.update(_plans={}, _seen_model=[], _proofs=Proofs(), _replaced=[], _stand_ins=[])
         return state
@@ -168,8 +168,8 @@ class TokenMixup(nn.Module):
         replaced, gradient, manifold = self._begin(images, targets)
         assert targets is not None  # or the batch was refused
         try:
-            # A compiler would trace the backward pass under the autocast of this call. Off, it has
-            # none, as in eager mode: ScoreNet's gradients have the precision of its parameters.
+            # A compiler would trace the backward pass under the autocast of this call. With "off"
+            # it has none, as in eager mode: ScoreNet's gradients have its parameters' precision.
             with functorch_config.patch("backward_pass_autocast", "off"):
                 return self._run(images, targets, gradient, manifold)
         except FloatingPointError as error:
@@ -384,7 +384,8 @@ def check_batch(images: Any, targets: Any, num_classes: int) -> None:
     if not isinstance(images, Tensor) or images.ndim != 4:
         raise ValueError("TokenMixup mixes images of one size, as a tensor b 3 h w")
     shape = (len(images), num_classes)
-    found = targets.shape if isinstance(targets, Tensor) else type(targets)  # no type is a shape
+    # a type never equals `shape`, and is named
+    found = targets.shape if isinstance(targets, Tensor) else type(targets)
     if found != shape or not len(images):
         must = f"must be probabilities b c of at least one image, here {shape}"
         raise ValueError(f"targets {found}: {must}, such as F.one_hot(classes, c)")

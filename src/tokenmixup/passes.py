@@ -56,7 +56,7 @@ class Pass:
         """Runs a block on what manifold mixup, HTM and VTM make of its input."""
         entry = self._enter(plan, args, kwargs)
         entry, vtm_saliency = self._mix(plan, entry)
-        # a source of VTM without HTM: its saliency is that of its own run
+        # a source of VTM without HTM keeps the map of this run for `_remember`
         keeps_map = bool(plan.feeds) and vtm_saliency is None
         out, seen = self._run(plan, forward, entry, keeps_map)
         self._remember(plan, entry, vtm_saliency, seen)
@@ -100,7 +100,8 @@ class Pass:
     def _note_entry(self, plan: Plan) -> None:
         """Notes that a block begins.
 
-        Raises ValueError if it runs again, or as OWN_CHECKPOINTING says.
+        Raises ValueError if it or a later one has begun before, or if autograd is not as it was
+        when the pass began: off, or within a gradient checkpoint of the model's own.
         """
         if self.entered and plan.index <= self.entered[-1]:
             raise ValueError(f"{plan.name} runs again: must run once in a forward pass, in order")
@@ -156,6 +157,7 @@ class Pass:
         if htm.order == "published":  # VTM goes on choosing by the saliency before mixing
             mix = in_published_order(mix)
         elif vtm_saliency is not None:
+            # a token keeps its saliency in the sample it comes from; the map of the mix is not read
             vtm_saliency = torch.where(mix.mask, vtm_saliency[mix.donor], vtm_saliency)
         self.targets = mix.targets
         return entry.with_tokens(mix.tokens), vtm_saliency
@@ -163,7 +165,7 @@ class Pass:
     def _detect(self, plan: Plan, entry: BlockInput) -> tuple[Tensor, Tensor | None]:
         """Returns the saliency for HTM and, of a block that feeds a layer of VTM, that for VTM.
 
-        Both are `b t`; VTM's is always by attention.
+        Both are `b t`, without VTM's memory, if this block gets one; VTM's is always by attention.
         """
         self.calls_plain = True
         saliency = plan.detect(entry)
@@ -176,7 +178,7 @@ class Pass:
         expected = [len(self.targets), t]
         if found != expected:
             must = f"must be samples x spatial tokens, {expected}"
-            raise ValueError(f"htm.detector returns {found}, {must}")
+            raise ValueError(f"{plan.name}: its saliency is {found}, {must}")
         return saliency, vtm_saliency
 
     def _run(
@@ -184,10 +186,10 @@ class Pass:
     ) -> tuple[Any, AttentionMap | None]:
         """Runs a block as a whole, with VTM's memory if it has one.
 
-        Returns its output for its own tokens, and its map if that is kept. If a detector has read
-        the map, its run ended at the first one; this run shows that there is no second.
+        Returns its output for its own tokens, and its map if that is kept.
         """
         memory = self.memories.get(plan.index)
+        # also after a detector: its run ended at the first map, so only this one can find a second
         reads_map = bool(plan.feeds or entry.watched) or memory is not None
         if not reads_map or plan.adapter.saliency is not None:
             out = forward(*entry.args, **entry.kwargs)
@@ -244,7 +246,8 @@ class Pass:
         expected = list(self.targets.shape)
         found = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         if found != expected:
-            raise ValueError(f"the model returned {found}, must be logits b num_classes={expected}")
+            must = f"must be logits, samples x num_classes, {expected}"
+            raise ValueError(f"the model returned {found}, {must}")
         return output_of(logits, self.targets, self.layers, score_loss_weight)
 
 
@@ -259,8 +262,8 @@ def run_in_pass(
 ) -> Any:
     """Stands in for `forward`: the plain one of a block, or of the patch embedding.
 
-    `passes`: the pass that runs, if one does; `method`: of Pass, which runs `forward`; `subject`:
-    the plan of the block, or the embedding.
+    `passes`: holds the pass while it runs, else nothing; `method`: of Pass, which runs `forward`;
+    `subject`: the plan of the block, or the embedding.
     """
     if not passes or passes[0].calls_plain:
         return forward(*args, **kwargs)

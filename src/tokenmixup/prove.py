@@ -21,7 +21,7 @@ from tokenmixup.trial import prove_block
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
 TRIED_IMAGES = 3  # of the plain pass
-NOT_PROVED = "TokenMixup proves nothing of blocks under fully_shard: train one batch before"
+NOT_PROVED = "TokenMixup proves nothing of blocks under fully_shard: train a batch before sharding"
 
 
 @dataclass(eq=False)
@@ -74,7 +74,7 @@ class Proofs:
         if proof.kinds == kinds:
             return
         if torch.compiler.is_compiling():
-            told = "compiled, it gets other arguments than in evaluation: train one batch before"
+            told = "compiled, it gets other arguments than in evaluation: compile after one batch"
             raise ValueError(f"{plan.name}: {told}")
         prove_block(plan, entry)
         proof.kinds = kinds

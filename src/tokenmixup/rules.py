@@ -30,7 +30,8 @@ def rules_of(htm: HTM) -> Rules:
 def random_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
     """Returns a random donor for each easy sample, no donor twice: `b` int64.
 
-    Raises FloatingPointError as `optimal_donors`; where it is compiled, nothing.
+    Raises FloatingPointError if the gain of an easy sample is not finite, but neither where it is
+    compiled nor on a GPU.
     """
     if gain.device.type == "cpu" and not torch.compiler.is_compiling():
         check_finite(gain[is_easy])
@@ -56,7 +57,8 @@ def count_ratio(saliency: Tensor, mask: Tensor) -> Tensor:
 def gaining_over_the_first(own: Tensor, offered: Tensor, is_easy: Tensor, rho: float) -> Tensor:
     """The published mask, `b t`: compares every donor with the first easy sample of the batch.
 
-    The index of its gather has batch size 1. Labels follow the same mask.
+    That code gathers the receivers' saliency by an index of batch size 1, and so reads the first
+    one's for all. Labels follow the same mask.
     """
     first = is_easy.int().argmax(dim=0, keepdim=True)  # argmax returns the first maximum
     return is_easy[:, None] & (offered - own[first] > rho)

@@ -77,12 +77,13 @@ class ScoreNet(nn.Module):
 def difficulty(score_logits: Tensor, targets: Tensor, rule: Difficulty = "paper") -> Tensor:
     """Cross-entropy of each sample in nats, float32, Eq. 1 (`eq:difficulty`).
 
-    `score_logits`: `b c`; `targets`: `b c`, probabilities. Their entropy, which no model can score
-    below, is included, unless `rule` is excess: ours, the divergence of the two. Returns `b`.
+    `score_logits`: `b c`; `targets`: `b c`, probabilities. `rule=excess`, ours, subtracts their
+    entropy, the lowest cross-entropy that a model can reach: KL(targets || scores) is left. Returns
+    `b`.
     """
     with without_autocast(score_logits.device.type):
         soft = targets.float()
         nats = (score_logits.float().log_softmax(dim=1) * -soft).sum(dim=1)
-        if rule == "excess":  # the sum is minus the entropy; the bound is for rounding
+        if rule == "excess":  # adds sum p log p, minus the entropy; the bound is for rounding
             nats = (nats + torch.xlogy(soft, soft).sum(dim=1)).clamp(min=0)
         return nats

@@ -212,10 +212,12 @@ class HTM(_Layered):
         if self.rollout_steps and self.detector != "attention":
             must = "must be 0 unless detector=attention, which alone can be rolled out"
             raise ValueError(f"htm.rollout_steps={self.rollout_steps}: {must}")
-        # with these values, an option reads the batch as it was before any mixing
-        for option, value in (("detector", "gradient"), ("order", "published")):
+        for option, value, reason in (
+            ("detector", "gradient", "whose saliency is that of the unmixed batch"),
+            ("order", "published", "which moves samples to other rows of the batch"),
+        ):
             if getattr(self, option) == value and len(self.layers) > 1:
-                must = f"must be one layer with {option}={value}, which reads the batch unmixed"
+                must = f"must be one layer with {option}={value}, {reason}"
                 raise ValueError(f"htm.layer={self.layer}: {must}")
 
     def for_classes(self, num_classes: int) -> "HTM":

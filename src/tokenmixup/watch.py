@@ -3,9 +3,10 @@
 A block runs under `Watching`, which sees its calls of scaled_dot_product_attention, softmax and
 multi_head_attention_forward. Those over all tokens of the block are its attention maps. VTM's
 memory is m further tokens after the block's own n, which are keys and values. Once the map is seen
-nothing needs their rows: fused attention and dropout leave them out and return zeros there. From
-its first sum on, the residual one, the block works on its own tokens alone. What else is computed
-for the memory, such as queries, is not used; what a block returns for it is cut off.
+nothing needs their rows: fused attention and dropout leave them out and return zeros there. The
+first sum of tokens after the map, the residual one, cuts both summands to the block's own n, and
+the rest of the block works on these alone. What else is computed for the memory, such as queries,
+is not used; what a block returns for it is cut off.
 
 Letters: b batch, h heads, n the block's own tokens, m memory tokens, q queries, k keys, e head
 width, d width.
@@ -82,9 +83,10 @@ class Watching(TorchFunctionMode):
         return self.n + self.memory_indices.shape[1]
 
     def is_map(self, shape: torch.Size) -> bool:
-        """Whether `b .. q k` is the shape of a map: over all tokens, q = k, or any.
+        """Whether `b .. q k` can be the shape of a map: q = k = n + m, or any with `any_shape`.
 
-        All are n + m, or n: after the residual sum a second map must not be missed.
+        Also q = k = n: after the residual sum the block works on n tokens, and a second map there
+        must be counted, to be refused.
         """
         if len(shape) < 3:
             return False
@@ -102,16 +104,15 @@ class Watching(TorchFunctionMode):
             return False
         return len(x) == self.b and x.shape[1] in (self.n, self.total())
 
-    def needs_memory(self) -> bool:
-        """Whether the rows of the memory, if there is one, must be computed.
+    def drops_memory(self) -> bool:
+        """Whether a memory's rows are left out: there is one, and the map is seen.
 
-        They become keys and values until the map is seen. In a part of the block under gradient
-        checkpointing they stay, since its rerun is not watched, and also where `b n+m d` could be
-        `n+m b d`.
+        They stay in a part of the block under gradient checkpointing, since its rerun is not
+        watched, and where `b n+m d` could be `n+m b d`.
         """
         if self.memory_indices is None or self.count == 0:
-            return True
-        return self.autograd != autograd_now() or self.b == self.total()
+            return False
+        return self.autograd == autograd_now() and self.b != self.total()
 
     def note(self, seen: AttentionMap | None) -> None:
         """Counts a map, and keeps the first one if `keeps_map`.
@@ -153,9 +154,9 @@ class Watching(TorchFunctionMode):
             return _multihead(self, *args, **kwargs)
         if func in SOFTMAX:
             return _softmax(self, func, *args, **kwargs)
-        if func is F.dropout and not self.needs_memory():
+        if func is F.dropout and self.drops_memory():
             return _dropout(self, *args, **kwargs)
-        if func in SUM and not self.needs_memory():
+        if func in SUM and self.drops_memory():
             return _sum(self, func, *args, **kwargs)
         return func(*args, **kwargs)
 

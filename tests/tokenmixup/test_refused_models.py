@@ -82,8 +82,14 @@ def test_numbers_of_numpy_are_those_of_python():
         ("htm=VTM", {"htm": VTM(layer=1)}),
         ("htm.layer: no value", {"htm": {}}),
         ("htm.tau", {"htm": {"layer": [1, 2], "tau": [1, 2, 3]}}),
-        ("htm.layer=[1, 2]", {"htm": {"layer": [1, 2], "order": "published"}}),
-        ("htm.layer=[1, 2]", {"htm": {"layer": [1, 2], "detector": "gradient"}}),
+        (
+            "htm.layer=[1, 2]: must be one layer with order=published, which moves samples",
+            {"htm": {"layer": [1, 2], "order": "published"}},
+        ),
+        (
+            "htm.layer=[1, 2]: must be one layer with detector=gradient, whose saliency",
+            {"htm": {"layer": [1, 2], "detector": "gradient"}},
+        ),
         ("htm.rollout_steps=1", {"htm": {"layer": 1, "rollout_steps": 1, "detector": "random"}}),
         ("htm.layer + htm.rollout_steps=4", {"htm": {"layer": 2, "rollout_steps": 2}}),
         ("vtm.kappa", {"vtm": {"layer": [1, 2], "kappa": [3, 0]}}),

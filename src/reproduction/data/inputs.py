@@ -74,10 +74,10 @@ def build_normalize(
 
 
 class InputMixing(Mixup):
-    """timm's Mixup of a batch with its reverse, for any batch size, on the device in one way.
+    """timm's Mixup, which mixes a batch with its reverse: mixup and CutMix by the same operations.
 
-    timm mixes by mixup and by CutMix with other operations, and asserts an even batch size; here
-    the middle image of an odd batch is mixed with itself.
+    timm has other operations for each, and asserts an even batch size; here the middle image of an
+    odd batch is mixed with itself.
     """
 
     def draw(self, shape: torch.Size) -> Draws:
@@ -177,7 +177,7 @@ class Erasing:
 
 
 def _box(rng: Random, h: int, w: int) -> tuple[slice, slice]:
-    """Draws a box of an image with the same numbers as timm: rows and columns, or none that fit."""
+    """Draws a box of an image with the numbers of timm: rows and columns, empty if none fits."""
     for _ in range(ATTEMPTS):
         area = rng.uniform(*AREAS) * (h * w)
         ratio = exp(rng.uniform(*LOG_RATIOS))
@@ -191,11 +191,10 @@ def _box(rng: Random, h: int, w: int) -> tuple[slice, slice]:
 
 
 class TrainingInputs:
-    """`inputs(images, classes, seed, step, rank)` -> `Mixed`, with images float32.
+    """Makes `Mixed`, with images float32, of batches of the loader, `b 3 h w` uint8 and `b`.
 
-    Takes batches of the loader, `b 3 h w` uint8 and `b`, on the device. `draw` draws all random
-    numbers by seed, step and rank on the host, `apply` does the rest on the device, always by the
-    same operations.
+    `draw` draws all random numbers by seed, step and rank on the host, `apply` does the rest on the
+    device, always by the same operations; `inputs(images, classes, seed, step, rank)` does both.
     """
 
     def __init__(self, normalize: Normalize, mixing: InputMixing | None, erase: Erasing | None):

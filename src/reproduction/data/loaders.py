@@ -185,8 +185,8 @@ def build_evaluation_loader(config: Config, half: Half, rank: int, ranks: int, p
 class InputTransform:
     """A PIL image of any mode, or a path -> the model's input in evaluation, `3 s s` float32.
 
-    A list of n of them gives `n 3 s s`. Images are seen upright and on white. ValueError names a
-    broken file, or is for a PIL image of more than 8 bits a channel.
+    A list of n of them gives `n 3 s s`. Images are seen upright and on white. Raises ValueError for
+    a broken file, which it names, and for a PIL image of more than 8 bits a channel.
     """
 
     crop: Transform

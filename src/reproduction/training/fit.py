@@ -105,12 +105,12 @@ def train_epoch(run: Run, state: RunState, pace: metrics.Pace) -> None:
     loaded = islice(upcoming or load(run, state.epoch, done), left)
     run.batch_metrics.restart_clock()
     for images, classes in progress(run.stop.while_waiting(loaded), task, total, done):
-        size = batches.global_size(trainer.step % len(batches))  # before the step is counted
+        size = batches.global_size(trainer.step % len(batches))  # `step` is still this batch's
         micro_batches = trainer.train_step(images, classes, size)
         head = {"step": trainer.step, "epoch": number, "lr": trainer.lr}
         run.batch_metrics.add(head, size, [part.stats for part in micro_batches])
 
-        # All ranks do the same: a signal to one of them ends all, by Stopped.
+        # Raises Stopped on all ranks if a signal has come to any; else all get the same answers.
         saves, tells = run.stop.any_rank(run.is_main and run.clock.is_late(), run.pulse.is_due())
         if saves or tells or trainer.step % trainer.recipe.log_every == 0:
             line = write_metrics(run, state)
@@ -301,13 +301,15 @@ def _test(run: Run, state: RunState, loader: loaders.Loader) -> dict[str, Any]:
     selected = last
     if metrics.best(state.log)["epoch"] != state.epoch:
         model = copy.deepcopy(model)
-        model.load_state_dict(run.trainer.world.broadcast(cast(State, state.best)))
+        # of the first rank; the others have none, or those of a checkpoint
+        model.load_state_dict(cast(State, run.trainer.world.broadcast(state.best)))
         selected = evaluate_on(run, state, loader, model)
     return metrics.tested_accuracies(state.log, last, selected)
 
 
 def progress_entries(run: Run, state: RunState) -> dict[str, Any]:
     """The entries of summary.json about the completed epochs."""
+    # `max_steps` may cut the last epoch short
     steps = min(state.epoch * len(run.batches), run.trainer.step)
     mixing = metrics.mixing(state.sums[: state.epoch], run.batches.count_images(steps))
     return {"epochs": state.epoch, **mixing, "log": state.log}

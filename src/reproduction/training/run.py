@@ -113,7 +113,10 @@ def check_start(config: Config) -> None:
 
 
 def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
-    """Trains on this rank; the first rank writes the run folder. Returns the summary."""
+    """Trains on this rank; the first rank writes the run folder.
+
+    Returns the summary; on other ranks the results alone.
+    """
     device = resolve_device(config.device, config.devices, config.recipe.precision)
     if config.compile:
         torch.compiler.reset()  # its limits count over all runs of a process

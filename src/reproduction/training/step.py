@@ -29,7 +29,7 @@ from tokenmixup.output import Stat
 class MicroBatch(NamedTuple):
     """The mean loss of a micro-batch, the model's output for it, and the figures of its log.
 
-    HTM's names are those of `Output.sums`; all are on the device.
+    `stats`: `loss`, `skipped` and those of `Output.sums`. All tensors are on the device.
     """
 
     loss: Tensor
@@ -41,7 +41,8 @@ class Trainer:
     """Trains `module` step by step, together with all other ranks; every rank has one.
 
     After a step `not_finite`, on the device, is 1 if a loss or gradient was not finite, else 0.
-    float16's scaler skips a step whose gradients overflow, on all ranks.
+    float16's scaler skips a step whose gradients overflow, on all ranks. Without it such a step
+    changes the weights, and the run ends when the step is logged, by `metrics.until_diverged`.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Trainer:
         self.steps_per_epoch = steps_per_epoch
         self.step = 0  # completed ones
         self.mixes = True
-        self.module = place(module, device)
+        self.module = place(module, device)  # the same object
         self.inputs = build_training_inputs(config, device)
         if config.compile:
             compile_module(module)
@@ -85,7 +86,7 @@ class Trainer:
         `images` (`b 3 h w`, uint8) and `classes` (`b`) are this rank's share of it. All random
         draws are a function of seed, step and rank. The share is cut into `grad_accum_steps`
         consecutive micro-batches, whose sizes differ by at most one; HTM matches pairs within each.
-        On a CPU, raises FloatingPointError if a gain in saliency is not finite.
+        Raises FloatingPointError as `tokenmixup.assignment.optimal_donors`.
         """
         key = self.config.seed, self.step, self.world.rank
         draws = self.inputs.draw(images.shape, *key)
@@ -133,7 +134,8 @@ class Trainer:
         # Weights
         norm = self._clip_gradients()
         total = torch.stack([norm, *(part.loss for part in parts)]).sum()
-        self.not_finite.copy_(total - total != 0)  # two launches; isfinite has five
+        # x - x is nan unless x is finite, and nan != 0; two launches, isfinite has five
+        self.not_finite.copy_(total - total != 0)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -178,8 +180,8 @@ class Trainer:
     def _clip_gradients(self) -> Tensor:
         """Clips the gradients and returns their norm before clipping.
 
-        With a scaler this is the norm of the scaled gradients: the scaler skips the step if it
-        overflows, and querying the scaler would wait for the device.
+        With a scaler this is the norm of the scaled gradients, which is not finite if the scaler
+        skips the step: asking the scaler would wait for the device.
         """
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = get_total_norm(gradients)
