@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from reproduction.config import SOURCES, Config, validated
+from reproduction.config import SOURCES, Command, Config, validated
 
 # Keys that do not change a result, and so not the identity of a run.
 NOT_RESULT = (
+    *Command.__annotations__,  # how the points of a command are run
     "name",
     "output_root",
     "resume",

@@ -33,8 +33,9 @@ from reproduction.words import hydra_errors, in_quotes, key_of, last_part, reada
 
 PRIMARY = "train"  # configuration, of conf/
 SEED = re.compile(r"seed=\d+")  # a word that changes nothing but the seed
-IN_THE_NAME = ("seed", "model", "dataset", "augmentation", "experiment", "row")  # anyway
-OF_ALL_POINTS = ("jobs", "task", "dry_run")  # keys that are not for the process of one point
+# keys that default_name does not write as key=value: its head or its -s<seed> says them
+IN_THE_NAME = ("seed", "model", "dataset", "augmentation", "experiment")
+OF_ALL_POINTS = Command.__annotations__.keys() - {"row"}  # not for the process of one point
 
 
 @dataclass(frozen=True)

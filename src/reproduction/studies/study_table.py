@@ -76,7 +76,7 @@ def _part(name: str, points: Sequence[Point]) -> PartOfStudy:
     more = []
     for word in dict.fromkeys(word for point in own for word in point.words):
         key = key_of(word)
-        is_setting = key not in ("seed", "row") and changes_result(key)
+        is_setting = key != "seed" and changes_result(key)
         if is_setting and word not in written:
             more.append(word)
     return PartOfStudy(
