@@ -86,7 +86,7 @@ def share(number: Any, parts: int) -> int:
 
 
 OmegaConf.register_new_resolver("share", share, replace=True)
-OmegaConf.register_new_resolver("home", expanduser, replace=True)
+OmegaConf.register_new_resolver("expanduser", expanduser, replace=True)
 
 
 @contextmanager
@@ -221,7 +221,10 @@ def default_name(config: Config, words: Sequence[str], label: str) -> str:
 
 
 def check_named(dataset: Dataset, words: Sequence[str]) -> None:
-    """Raises UserError for own data whose function the words do not name: it would run."""
+    """Raises UserError for own data whose function the words do not name.
+
+    Opening the data runs it, and the config of a run from elsewhere must run no code unasked.
+    """
     source = f"dataset.source={dataset.source}"
     if not dataset.source.startswith(f"{SOURCES}:") and source not in words:
         raise UserError(f"{source}: the images come from this code; to run it, add {source}")
