@@ -117,7 +117,7 @@ sweep-kappa:  ## train VTM with kappa from 1 to all 256 tokens
 $(SWEEPS): .venv/installed
 	$(REPRODUCE) $@ $(WORDS)
 
-cost: .venv/installed  ## estimate the hours of all runs on this machine; STUDIES="table1 sweep-tau" selects studies
+cost: .venv/installed  ## estimate the hours of the paper's runs on this machine; STUDIES="table1 sweep-tau" selects studies
 	$(BIN)/python -m scripts.cost $(if $(SEEDS),--seeds $(SEEDS)) $(STUDIES)
 
 status: .venv/installed  ## show the progress of the paper's runs; FILE=results/NAME.yaml shows your study
@@ -168,7 +168,7 @@ check-published: .venv/installed  ## evaluate the published checkpoints and comp
 	$(if $(DATA),DATA="$(DATA)") $(BIN)/python -m scripts.check_published \
 	  "$(or $(WEIGHTS),$(error WEIGHTS=: must be the folder of the published files))" $(if $(OUTPUTS),output_root="$(OUTPUTS)")
 
-report: .venv/installed  ## write the tables of all runs and their page to outputs/report, without training
+report: .venv/installed  ## write the paper's tables and their page to outputs/report, from the runs that are there
 	$(BIN)/python -m scripts.report $(if $(SCALE),--scale $(SCALE)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)") $(if $(SEEDS),--seeds $(SEEDS)) \
 	  $(if $(DEVICES),devices=$(DEVICES)) $(SET)
 

@@ -12,9 +12,10 @@
   images       folder of images without classes, of any depth, to predict instead
   export       new file: the plain model, by our names for a CCT, timm's for a ViT
 
-Of a run, dataset=NAME and dataset.KEY change the images (which keep their mean and std unless these
-are named), device, devices and recipe.precision the place. A function of your own, which returns
-the images, runs only if dataset.source names it. train.py --help shows the values.
+With run=, these may be changed: dataset=NAME, dataset.KEY but for limit, validation and
+validation_seed (mean and std stay the run's unless they are named), device, devices and
+recipe.precision. A function of your own, which returns the images, runs only if dataset.source
+names it. train.py --help shows the values.
 """
 
 import os

@@ -69,13 +69,13 @@ def speed(words: Sequence[str], config: Config, classes: int, device: str) -> di
             images //= 2
 
 
-def cost(run: Point, device: str) -> dict[str, Any]:
+def cost(planned: Point, device: str) -> dict[str, Any]:
     """Returns the row of a run, but for how many there are of it."""
-    config = run.config
+    config = planned.config
     images = images_of(config.dataset)
     in_all = config.recipe.epochs * (images.train + images.held_out / 3)
     row = {"batch": config.recipe.batch_size}
-    row |= speed(run.words, config, images.classes, device)
+    row |= speed(planned.words, config, images.classes, device)
     return row | {"hours": in_all / row["images/s"] / 3600}
 
 
@@ -86,15 +86,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=positive, help="seeds per run (default: the study's)")
     args = parser.parse_args()
     device = resolve_device("auto", 1)
-    runs = []
+    points = []
     for name in args.studies:
-        runs += plan(studies(name), args.seeds, FULL, [])
-    counts = Counter(run.label for run in runs)
+        points += plan(studies(name), args.seeds, FULL, [])
+    counts = Counter(planned.label for planned in points)
     rows = dict[str, Any]()
-    for run in runs:
-        if run.label not in rows:
-            say(f"measuring {run.label}")
-            rows[run.label] = {"runs": counts[run.label], **cost(run, device)}
+    for planned in points:
+        label = planned.label
+        if label not in rows:
+            say(f"measuring {label}")
+            rows[label] = {"runs": counts[label], **cost(planned, device)}
     table = pd.DataFrame.from_dict(rows, orient="index")
     hours = table[["hours"]].mul(table.runs, axis=0)
     sums = hours.groupby(lambda label: label.partition("/")[0], sort=False).sum()

@@ -12,6 +12,7 @@ words are train.py's, whose sweeper `study` does it:
 import sys
 
 from reproduction.application import application
+from reproduction.system import say
 from reproduction.words import in_quotes
 from train import main as train
 
@@ -20,7 +21,7 @@ OF_SWEEPER = ("seeds=", "scale=")
 
 def main(words: list[str]) -> None:
     if {"-h", "--help"} & {*words}:
-        print(__doc__.strip())
+        say(__doc__.strip())
         return
     name, *more = words or [""]  # the error for an empty name lists what is allowed
     of_sweeper = [f"hydra.sweeper.{word}" for word in more if word.startswith(OF_SWEEPER)]

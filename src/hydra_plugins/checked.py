@@ -25,6 +25,7 @@ class CheckedLauncher(Launcher):
     """Checks all points before the first one starts; trains them here, or `jobs` at a time."""
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
+        # task_function, the main of train.py, is not called: run_all trains the points
         self.config = config
         HydraConfig.instance().set_config(config)
 
@@ -34,7 +35,7 @@ class CheckedLauncher(Launcher):
         own = self.config.hydra
         command = command_of(self.config)
         # sweepers of ours have listed their points instead of coming here
-        command.refuse("dry_run", reason=f"{own.sweeper._target_} chooses points as it runs them")
+        command.refuse("dry_run", reason=f"{own.sweeper._target_} lists no points beforehand")
         first = initial_job_idx
         points = [point(words) for words in job_overrides]
         if command.task is not None:
@@ -46,10 +47,10 @@ class CheckedLauncher(Launcher):
         errors = run_all(points, command.jobs)
         notes = Notes(Path(own.sweep.dir))
         returns = []
-        for number, (run, error) in enumerate(zip(points, errors, strict=True), first):
-            notes.add(number, run)
-            end = JobReturn(run.words, status=JobStatus.COMPLETED)
-            end.return_value = error or objective(run, command.objective)
+        for number, (planned, error) in enumerate(zip(points, errors, strict=True), first):
+            notes.add(number, planned)
+            end = JobReturn(planned.words, status=JobStatus.COMPLETED)
+            end.return_value = error or objective(planned, command.objective)
             if error is not None:
                 notes.add_error(number, error)
                 end.status = JobStatus.FAILED
@@ -78,11 +79,12 @@ class PointSweeper(BasicSweeper):
         if not target.startswith(__name__):
             command.refuse("jobs", "task", reason=f"is for hydra/launcher=checked, not {target}")
             check(points)
-        notes = Notes(Path(own.sweep.dir))  # for EndOfSweep; words do not have a point's rows
-        for number, run in enumerate(points):
-            notes.add(number, run)
+        # EndOfSweep needs the rows of each point; the launcher gets its words alone, without rows
+        notes = Notes(Path(own.sweep.dir))
+        for number, planned in enumerate(points):
+            notes.add(number, planned)
         try:
-            return [self.launcher.launch([list(run.words) for run in points], 0)]
+            return [self.launcher.launch([list(planned.words) for planned in points], 0)]
         except KeyboardInterrupt as interrupt:  # Hydra would end without EndOfSweep
             line = f"interrupted; {points[0].config.how_to_continue}"
             notes.add_error(len(points), Interrupted(str(interrupt) or line))

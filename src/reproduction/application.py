@@ -32,7 +32,7 @@ from reproduction.system import (
 )
 from reproduction.words import hydra_errors, key_of, readable
 
-OURS = {  # keys of Hydra that would move what a run writes
+REFUSED = {  # keys of Hydra that would move what a run writes, with the reasons against it
     "hydra.run.dir": "output_root and name choose the folder of a run",
     "hydra.job.chdir": "paths are relative to the folder in which train.py is started",
 }
@@ -64,8 +64,8 @@ def arguments(typed: Sequence[str]) -> tuple[list[str], list[str]]:
     words = [readable(word) for word in options.overrides]
     for word in words:
         key = key_of(word)
-        if key in OURS:
-            raise UserError(f"{word}: {OURS[key]}")
+        if key in REFUSED:
+            raise UserError(f"{word}: {REFUSED[key]}")
     return [x for x in typed if x not in options.overrides], words  # flags, with their values
 
 
@@ -79,11 +79,14 @@ def help_of(*, _root_: DictConfig) -> str:
 
 
 def train(tree: DictConfig) -> float | None:
-    """Trains the run of a tree: the only one, or a job of a sweep that another launcher runs."""
+    """Trains the run of a tree.
+
+    In a sweep only launchers like joblib call this: CheckedLauncher trains its points without it.
+    """
     own: Any = HydraConfig.get()
     if own.mode == RunMode.MULTIRUN:
         return train_job(tree, own)
-    with one_line_errors():  # before Hydra prints them
+    with one_line_errors():  # Hydra would print "Error executing job with overrides" first
         command = command_of(tree)
         point = point_of(tree, typed_words(own))
         command.refuse("jobs", "task", reason="needs -m")
@@ -129,9 +132,10 @@ def train_point(point: Point, command: Command) -> float | None:
 
 
 class EndOfSweep(Callback):
-    """Tells the errors of a sweep and prints its table, after the last run of any launcher.
+    """Tells the errors of a sweep and prints its table, after its last run by any launcher.
 
-    conf/train.yaml names it to Hydra.
+    With task=N there is no table, as the other runs are trained elsewhere. conf/train.yaml names
+    this to Hydra.
     """
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:

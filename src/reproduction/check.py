@@ -1,4 +1,4 @@
-"""The one check of points: what a dry run lists is what training starts.
+"""The check of points before any of them starts, the same for a dry run and for training.
 
 Models are built on the meta device, without memory. What only this machine lacks, a GPU, images
 or a module, ends training in a line; a dry run goes on without it and says so.

@@ -234,10 +234,7 @@ class Recipe:
 
 @schema
 class Checkpoint:
-    """How often to save besides the end of the run.
-
-    Without `every_epochs`, the end of an epoch is saved if that takes at most 5 % of the time.
-    """
+    """How often to save besides the end of the run; conf/train.yaml says what null means."""
 
     every_epochs: Count | None = None
     every_minutes: Positive | None = 10.0
@@ -258,7 +255,7 @@ class Config:
     dataset: Dataset
     augmentation: Augmentation
     recipe: Recipe
-    checkpoint: Checkpoint = Checkpoint()  # unused by eval.py
+    checkpoint: Checkpoint = Checkpoint()
     # what receives the lines of metrics.jsonl too, with settings of its own
     logger: dict[Literal["wandb", "tensorboard"], dict[str, Any] | None] = Field(
         default_factory=dict

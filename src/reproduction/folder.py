@@ -3,6 +3,8 @@
 config.yaml       configuration, of its latest start
 metrics.jsonl     one line per training step and one per evaluated epoch
 summary.json      status (running, finished, interrupted, failed), data, result, accuracies by epoch
+report.md         the result of a finished run, with pictures (.png, .pdf)
+evaluation-*      what eval.py has written
 .lock             held by the training process
 checkpoints/      last.pt and older ones to resume from, best.safetensors for evaluation
 
@@ -56,7 +58,7 @@ class RunFolder:
 
     @classmethod
     def of(cls, config: Config) -> "RunFolder":
-        assert config.name is not None, "points.point() sets the name"
+        assert config.name is not None, "points.point_of() sets the name"
         return cls(Path(config.output_root, config.name))
 
     # What is here

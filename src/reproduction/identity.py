@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from reproduction.config import SOURCES, Config, validated
+from reproduction.config import SOURCES, Command, Config, validated
 
 # Keys that do not change a result, and so not the identity of a run.
 NOT_RESULT = (
+    *Command.__annotations__,  # how the points of a command are run
     "name",
     "output_root",
     "resume",
@@ -41,7 +42,7 @@ GONE: dict[str, list[Any] | None] = {
     "recipe.transforms.erasing_count": [1],
     "recipe.transforms.ratio": [[0.75, 1.3333], [1.0, 1.0]],
 }
-FIRST_DEFAULTS = {  # of keys that have another one now
+FIRST_DEFAULTS = {  # what a saved configuration without the key meant: the default has changed
     "augmentation.htm.tau": 2.0,
     "augmentation.htm.rho": 0.005,
     "recipe.log_every": 50,  # which published lines leave out
@@ -62,7 +63,7 @@ def saved(raw: Mapping[str, Any]) -> Config:
             raise ValueError(f"{key}={value}: was a setting of an earlier revision, and is gone")
     for key, value in FIRST_DEFAULTS.items():
         group, _, _ = key.rpartition(".")
-        if any(name.startswith(f"{group}.") for name in values):
+        if any(name.startswith(f"{group}.") for name in values):  # a run may have no htm
             values.setdefault(key, value)
     if values.get("dataset.source") is None:  # was set for data of one's own alone
         values["dataset.source"] = f"{SOURCES}:{values['dataset.name']}"
@@ -128,11 +129,15 @@ def run_hash(config: Config) -> str:
     return digest(settings(config))
 
 
+def shared_settings(config: Config) -> dict[str, Any]:
+    """Returns the settings but for the seed, which the runs of all seeds share."""
+    shared = settings(config)
+    del shared["seed"]
+    return shared
+
+
 def row_hash(config: Config) -> str:
-    """Returns the hash of the settings but for the seed, which the runs of all seeds share."""
-    counted = settings(config)
-    del counted["seed"]
-    return digest(counted)
+    return digest(shared_settings(config))
 
 
 def name_hash(config: Config) -> str:

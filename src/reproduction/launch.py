@@ -30,6 +30,7 @@ from reproduction.system import (
 from reproduction.words import in_quotes
 
 Environment = dict[str, str]
+# sweepers that try every value and choose none: they need no validation split
 GRIDS = ("hydra_plugins.checked.", "hydra._internal.core_plugins.basic_sweeper.")
 
 
@@ -112,6 +113,7 @@ def in_processes(points: Sequence[Point], jobs: int) -> list[OneLineError | None
             if signals or point.folder.is_finished():
                 return None
             say(str(path))
+            # found here already: the other process must not choose a folder anew
             name = f"name={in_quotes(path.name)}"
             with log_path.open("ab") as log:
                 process = subprocess.Popen(
@@ -154,8 +156,9 @@ def in_processes(points: Sequence[Point], jobs: int) -> list[OneLineError | None
 class Notes:
     """The folder of a sweep, where its points and their errors are noted until it ends.
 
-    A sweeper of ours notes all points before they run, with their rows. With any other one each
-    job notes its own point, which has none.
+    PointSweeper notes all points before they run, with the rows that they are of. For any other
+    sweeper CheckedLauncher notes them after they have run, or each job its own (`train_job`),
+    without rows.
     """
 
     path: Path

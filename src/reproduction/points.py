@@ -33,8 +33,9 @@ from reproduction.words import hydra_errors, in_quotes, key_of, last_part, reada
 
 PRIMARY = "train"  # configuration, of conf/
 SEED = re.compile(r"seed=\d+")  # a word that changes nothing but the seed
-IN_THE_NAME = ("seed", "model", "dataset", "augmentation", "experiment", "row")  # anyway
-OF_ALL_POINTS = ("jobs", "task", "dry_run")  # keys that are not for the process of one point
+# keys that default_name does not write as key=value: its head or its -s<seed> says them
+IN_THE_NAME = ("seed", "model", "dataset", "augmentation", "experiment")
+OF_ALL_POINTS = Command.__annotations__.keys() - {"row"}  # not for the process of one point
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def share(number: Any, parts: int) -> int:
 
 
 OmegaConf.register_new_resolver("share", share, replace=True)
-OmegaConf.register_new_resolver("home", expanduser, replace=True)
+OmegaConf.register_new_resolver("expanduser", expanduser, replace=True)
 
 
 @contextmanager
@@ -220,7 +221,10 @@ def default_name(config: Config, words: Sequence[str], label: str) -> str:
 
 
 def check_named(dataset: Dataset, words: Sequence[str]) -> None:
-    """Raises UserError for own data whose function the words do not name: it would run."""
+    """Raises UserError for own data whose function the words do not name.
+
+    Opening the data runs it, and the config of a run from elsewhere must run no code unasked.
+    """
     source = f"dataset.source={dataset.source}"
     if not dataset.source.startswith(f"{SOURCES}:") and source not in words:
         raise UserError(f"{source}: the images come from this code; to run it, add {source}")

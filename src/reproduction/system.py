@@ -241,7 +241,7 @@ TRIM_THRESHOLD, MMAP_MAX = -1, -4  # parameters of mallopt(3)
 
 
 def launched_ranks() -> int | None:
-    """Returns the world size under torchrun or our own launcher, None otherwise."""
+    """Returns the world size in a rank of torchrun or of training/ranks.py, None otherwise."""
     is_launched = "TORCHELASTIC_RUN_ID" in os.environ or MEETING in os.environ
     if not is_launched or "WORLD_SIZE" not in os.environ:
         return None

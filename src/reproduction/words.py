@@ -1,4 +1,6 @@
-"""Words mean what was typed: those of a command line by Hydra's grammar, those of files by YAML.
+"""A word is one override as typed, such as key=value. It means what was typed.
+
+Words of a command line are read by Hydra's grammar, the values of files by YAML.
 
 Every program and every study passes its words through `readable` before Hydra parses them.
 """
@@ -30,7 +32,9 @@ PAIRS = (("[", "]"), ("{", "}"), ("(", ")"))
 
 @lru_cache(maxsize=4096)
 def readable(word: str) -> str:
-    """Returns a word as Hydra reads it, with the same meaning; UserError if it is no `key=value`.
+    """Returns a word as Hydra reads it, with the same meaning.
+
+    UserError if it is neither `key=value` nor a deletion, `~key`.
 
     An element with a tilde, an apostrophe or a letter outside of ASCII gets quotes, which Hydra's
     grammar needs. So does a number if the key takes a text: name=2026_11 is not 202611.

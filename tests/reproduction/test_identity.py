@@ -207,6 +207,7 @@ NAMES = {  # of folders at revision 2e7fa4c
 def test_folders_are_named_as_at_earlier_revisions(here: Path, words: str):
     line = f"outputs/{NAMES[words]}\n"
     assert line in train(words.split(), "dry_run=1").out
+    assert line in train(words.split(), "objective=val_loss", "dry_run=1").out
     assert line not in train(words.split(), "recipe.log_every=7", "dry_run=1").out
 
 

@@ -1,4 +1,4 @@
-"""Tables, figures and pages made from run folders."""
+"""The report of one run, its pictures, and what other tau and rho would mix."""
 
 import os
 

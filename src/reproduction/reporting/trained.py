@@ -29,7 +29,7 @@ from reproduction.system import UserError
 from tokenmixup import TokenMixup
 
 BATCH = 64  # images, if the batches of the run are not smaller
-ON_A_CPU = 16  # of more than 64 pixels
+ON_A_CPU = 16  # images of more than 64 pixels
 
 
 class TrainedRun(NamedTuple):

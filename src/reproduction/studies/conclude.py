@@ -21,9 +21,9 @@ NOT_STARTED = "not started"
 
 
 def conclude(points: Sequence[Point]) -> None:
-    """Prints the tables of a command, and writes them with their plots, and the paper's page.
+    """Prints and writes the tables of a command, with their plots; the paper's also as a page.
 
-    What is not finished is counted.
+    Then says how many runs are finished.
     """
     runs = [run_of(point) for point in points]
     begun = [run for run in runs if run.status != NOT_STARTED]
@@ -34,7 +34,7 @@ def conclude(points: Sequence[Point]) -> None:
     elif any(run.status != "unusable" for run in begun):
         written = conclude_sweep(points, begun, outputs)
     if written:
-        say(f"\nwritten to {', '.join(str(path) for path in written)}")
+        say(f"\nwritten to {', '.join(str(path) for path in written)}; .csv has the numbers")
     counts = Counter(run.status for run in runs)
     finished = counts.pop("finished", 0)
     others = [f", {count} {status}" for status, count in counts.items()]
@@ -69,12 +69,12 @@ def conclude_studies(points: Sequence[Point], runs: Sequence[Run], outputs: Path
     """Prints the tables of studies, and writes them; with rows of the paper, also their page."""
     parts = parts_of(points)
     tables = [study_table(part, runs, outputs) for part in parts]
-    begun = [table for table in tables if table.counted.runs or table.extras]
+    shown = [table for table in tables if table.counted.runs or table.extras]
     files = []
-    for table in begun:
+    for table in shown:
         say_table(table)
         files.append(table.write(outputs))
-    if begun and any(part.name in PAPERS for part in parts):
+    if shown and any(part.name in PAPERS for part in parts):
         from reproduction.studies.page import write_page  # imports matplotlib and torch
 
         files.append(write_page(parts, tables, outputs))

@@ -27,11 +27,12 @@ TEMPLATE = Path(__file__).with_name("page.html.jinja")
 HOW_TO_READ = """\
 Mean +/- standard deviation over n seeds of accuracies and of the held-out cross-entropy after the
 last epoch, on the test set of CIFAR, the validation set of ImageNet. Median: of the last ten
-epochs. Best: of all, or of the last ten, on these same images, which is optimistic. Mixed: the
-share of samples that HTM mixes, over training, and the tokens replaced in each in the last epoch.
-Difference: from the row that is named, over the seeds that both have (pairs); lower in: pairs whose
-loss falls; p: by a two-sided paired t-test, then corrected by Holm for the other tests of the
-table. Intervals are not corrected for their number."""
+epochs. Best: of all, or of the last ten, on these same images, which is optimistic. Selected: on
+the test set, of the epoch with the best validation accuracy. Mixed: the share of samples that HTM
+mixes, over training, and the tokens replaced in each in the last epoch. Hours: of all n runs.
+Difference: from the row that is named, over the seeds that both have (pairs); the paper's: of the
+printed values; lower in: pairs whose loss falls; p: by a two-sided paired t-test, then corrected by
+Holm for the other tests of the table. Intervals are not corrected for their number."""
 
 
 class Link(NamedTuple):
@@ -54,7 +55,7 @@ class Chapter(NamedTuple):
 
 
 def write_page(parts: Sequence[PartOfStudy], tables: Sequence[Table], outputs: Path) -> Path:
-    """Writes the tables with their plots as a page; returns its path."""
+    """Writes report/index.html, of a single study report/STUDY.html; returns its path."""
     folder = outputs / REPORT
     folder.mkdir(parents=True, exist_ok=True)
     chapters = [

@@ -41,9 +41,9 @@ INTRODUCTION = f"""# Results
 
 `python -m scripts.report --results results` writes this page from `results/*.jsonl`, which hold a
 line for each run; `make publish` adds one. To check a line, train its configuration again at its
-git revision: on a CPU, with the same versions and threads, the weights are equal bit for bit. The
-sha256 of the lines that are here is that of a file, of new ones that of the weights' names and
-bytes. cifar10_5k and digits100 lack the threads (digits100: `OMP_NUM_THREADS=1`), and their sha256
+git revision: on a CPU, with the same versions and threads, the weights are equal bit for bit. Their
+sha256 is over their names and bytes, but in lines of git revisions before ff43bbae60 over their
+file. cifar10_5k and digits100 lack the threads (digits100: `OMP_NUM_THREADS=1`), and their sha256
 may differ for equal weights.
 
 {HOW_TO_READ}

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from reproduction.config import Config
 from reproduction.folder import RunFolder
-from reproduction.identity import digest, flat, nested, row_hash, saved, settings
+from reproduction.identity import digest, flat, nested, row_hash, saved, settings, shared_settings
 from reproduction.system import UserError, first_line, in_one_line, reason_of
 
-STACK = "augmentation.mixing"  # the names of the stack, as if they were a setting
+STACK_KEY = "augmentation.mixing"  # the names of the stack, as if they were a setting
 LAST_EPOCHS = 10  # some protocols report the best of them
 MEASURES = (  # of a run, beside its outcomes; tables have their means
     "top1_median10",
@@ -87,9 +87,7 @@ class Run:
 
 def row_settings(config: Config) -> dict[str, Any]:
     """Returns the settings that the runs of all seeds share, by dotted key, the stack first."""
-    shared = settings(config)
-    del shared["seed"]
-    return {STACK: "+".join(config.augmentation.stack) or "none", **shared}
+    return {STACK_KEY: "+".join(config.augmentation.stack) or "none", **shared_settings(config)}
 
 
 def read_runs(*places: Path) -> list[Run]:

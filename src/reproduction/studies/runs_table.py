@@ -10,13 +10,13 @@ import pandas as pd
 from reproduction.identity import RowId, digest, run_hash
 from reproduction.points import Point
 from reproduction.studies.lines import Entry, lines_of
-from reproduction.studies.results import STACK, Counted, Run, counted, judged_by, row_settings
+from reproduction.studies.results import STACK_KEY, Counted, Run, counted, judged_by, row_settings
 from reproduction.studies.table import Section, Table
 from reproduction.studies.text import NOTHING, judged_on, value_text
 from reproduction.system import UserError
 from reproduction.words import last_part
 
-NAMES = ("model.name", "dataset.name", STACK)  # each stands for all that comes with it
+NAMES = ("model.name", "dataset.name", STACK_KEY)  # each stands for all that comes with it
 numeric: Any = partial(pd.to_numeric, errors="coerce")  # sorts texts by their numbers
 
 
@@ -115,7 +115,7 @@ def _entries(
 
 def sweep_table(points: Sequence[Point], runs: Sequence[Run]) -> Table:
     """Returns the table of a sweep, whose files are named after the keys and all of its runs."""
-    begun = runs_table(runs)
+    table = runs_table(runs)
     groups = grouped({point.row_hash: row_settings(point.config) for point in points})
     shared = [word for word in points[0].words if all(word in point.words for point in points)]
     words = ", ".join(f"`{word}`" for word in shared) or "the defaults"
@@ -123,14 +123,14 @@ def sweep_table(points: Sequence[Point], runs: Sequence[Run]) -> Table:
     seeds = ", ".join(map(str, sorted({point.config.seed for point in points})))
     sweep_hash = digest(sorted(run_hash(point.config) for point in points))
     about = f"A sweep over {keys}, with {words}; seeds {seeds}."
-    notes = [*begun.notes]
-    not_begun = len(groups.texts) - len(begun.sections[0].lines)
+    notes = [*table.notes]
+    not_begun = len(groups.texts) - len(table.sections[0].lines)
     if not_begun:
         notes.append(f"rows that have not begun: {not_begun}")
     return replace(
-        begun,
+        table,
         name=f"{groups.file or 'seeds'}-{sweep_hash}",
-        about=[about, *begun.about],
+        about=[about, *table.about],
         notes=notes,
     )
 

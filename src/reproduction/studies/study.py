@@ -1,4 +1,4 @@
-"""A study is a YAML file of rows to train, of what is printed of them and which are compared.
+"""A study is a YAML file: rows to train, the paper's values of them, and which are compared.
 
 The paper's tables and sweeps lie in paper/, studies of your own in results/; all have this form.
 A row is a cell, or a sweep if it lists values: then each combination of them is a cell.
@@ -35,8 +35,7 @@ OWN_KEYS = ("seed", "devices", "name", "output_root", "resume")  # of a run, not
 FULL = "full"
 SMOKE = "smoke"
 SCALES = (FULL, SMOKE)
-# Four batches of eight images, tested on forty. An untrained model finds every sample difficult and
-# attends evenly, so HTM would mix nothing.
+# Four batches of eight images, tested on forty.
 SHORT = [
     "recipe.epochs=1",
     "recipe.batch_size=8",
@@ -51,6 +50,7 @@ SHORT = [
     "dataset.workers=0",
     "output_root=outputs/smoke",
 ]
+# An untrained model finds every sample difficult and attends evenly, so HTM would mix nothing.
 MIXING = ["augmentation.htm.tau=inf", "augmentation.htm.rho=0"]
 Tested = Literal[
     "top1 on test",
@@ -107,9 +107,11 @@ class Study:
     overrides: list[str] = Field(default_factory=list)  # of all rows
     rows: dict[FolderName, Annotated[Row, BeforeValidator(_mapping_of)]] = Field(min_length=1)
     seeds: Count = 3  # how many
-    first_seed: Whole = 0  # runs with seeds before it, or after the last, do not count
-    # Number of seeds -> level of significance: the table has the first so many seeds, once all
-    # their runs are finished, and no others.
+    # Only runs with the seeds that a command asks for count: from this one on, `seeds` of them
+    # unless it says how many.
+    first_seed: Whole = 0
+    # Interim looks, {number of seeds: level of significance}: the table shows the largest one whose
+    # runs are all finished, and no seed beyond it.
     looks: dict[Count, Fraction] = Field(default_factory=dict)
     # The outcome by which rows are tested; without it the accuracy, as `judged_by` chooses.
     tested: Annotated[Tested | None, BeforeValidator(_present_name)] = None
@@ -214,7 +216,7 @@ def studies(name: str) -> dict[str, Study]:
     study = read(PAPER_FOLDER / f"{table}.yaml")
     if row and row not in study.rows:
         raise UserError(f"study={name}: must be one of {', '.join(study.rows)}")
-    if row:
+    if row:  # alone: `against` would name a row that is not there, which Study refuses
         study = replace(study, rows={row: replace(study.rows[row], against=None)})
     return {table: study}
 

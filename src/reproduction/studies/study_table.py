@@ -62,13 +62,13 @@ def parts_of(points: Sequence[Point]) -> list[PartOfStudy]:
     """Returns the studies that these points are the runs of, the paper's in its order."""
     names = list(dict.fromkeys(row.study for point in points for row in point.rows))
     papers = [name for name in PAPERS if name in names]
-    if papers:  # a file is planned alone
+    if papers:  # a command is of studies of the paper or of one file: studies()
         names = papers
     return [_part(name, points) for name in names]
 
 
 def _part(name: str, points: Sequence[Point]) -> PartOfStudy:
-    (study,) = studies(name).values()
+    (study,) = studies(name).values()  # again, whole: the notes of points have only its name
     own = [point for point in points if any(row.study == name for row in point.rows)]
     row_hashes = {row: point.row_hash for point in own for row in point.rows if row.study == name}
     each = [cell for cell in cells(name, study) if cell.id in row_hashes]
@@ -76,7 +76,7 @@ def _part(name: str, points: Sequence[Point]) -> PartOfStudy:
     more = []
     for word in dict.fromkeys(word for point in own for word in point.words):
         key = key_of(word)
-        is_setting = key not in ("seed", "row") and changes_result(key)
+        is_setting = key != "seed" and changes_result(key)
         if is_setting and word not in written:
             more.append(word)
     return PartOfStudy(

@@ -65,11 +65,14 @@ class Table:
 
     @property
     def main_sections(self) -> list[Section]:
-        """The sections of the main outcome, which have all rows between them."""
+        """The sections of the main outcome, one for each column; together they have all rows."""
         return [section for section in self.sections if section.lines[0].is_main]
 
     def markdown(self, level: int = 2, is_short: bool = False) -> str:
-        """Returns what was run, and notes that count what was not; a short one on what is main."""
+        """Returns Markdown of the finished rows, with notes on the others.
+
+        If short, the sections are those of the main outcome alone.
+        """
         heading = "#" * level
         sections = self.sections
         if is_short:

@@ -57,7 +57,7 @@ def value_text(value: Any) -> str:
 
 
 def columns_of(line: Line) -> dict[str, str]:
-    """Returns a line by the titles of its columns, which are those of all lines of its section."""
+    """Returns title -> text of each column; all lines of a section have the same titles."""
     outcome, comparison = line.outcome, line.comparison
     found = {**line.entry.heads, "n": str(line.n)}
     found[f"{outcome.title} [{outcome.unit}]"] = spread(line.judged, outcome.spec)
@@ -68,12 +68,15 @@ def columns_of(line: Line) -> dict[str, str]:
     found["compared with"] = line.entry.against_text or NOTHING
     found["pairs"] = formatted(comparison.pairs, ".0f")
     found[f"difference [{outcome.gap}]"] = formatted(comparison.difference, f"+{outcome.spec}")
+    if line.is_main:
+        found["paper's difference [points]"] = formatted(comparison.printed_difference, "+.2f")
     found["95 % interval"] = NOTHING
     if not math.isnan(comparison.low):
         ends = (comparison.low, comparison.high)
         found["95 % interval"] = " to ".join(f"{end:+{outcome.spec}}" for end in ends)
     if line.is_main:
         found["p"] = p_text(comparison.p)
+        # "untested" or "primary" stands in place of the corrected p
         found["p (Holm)"] = line.entry.role or p_text(comparison.p_holm)
     if outcome.measure == "loss":
         found["lower in"] = NOTHING
@@ -85,8 +88,8 @@ def columns_of(line: Line) -> dict[str, str]:
 
 
 def _of_the_runs(line: Line) -> dict[str, str]:
-    """Returns the columns that stand in the main section alone: most are of no one outcome."""
-    found = {"paper's [points]": formatted(line.comparison.printed_difference, "+.2f")}
+    """Returns the columns that do not depend on the outcome: only the main section shows them."""
+    found = {}
     for title, measure in ACCURACIES.items():
         found[title] = formatted(line.mean_of(measure), ".2f")
     found["tokens"] = formatted(line.mean_of("mixed_tokens"), ".1f")
