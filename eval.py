@@ -102,7 +102,9 @@ def of_run(saved: Config, words: Sequence[str]) -> Config:
     for word in words:
         key = word.removeprefix("+").partition("=")[0]
         is_changeable = key in OF_A_RUN or key.partition(".")[0] in OF_A_RUN
-        if key in FOR_TRAINING or not is_changeable:
+        if key in FOR_TRAINING:
+            raise UserError(f"{word}: cannot be changed, it has chosen the training images")
+        if not is_changeable:
             raise UserError(f"{word}: not allowed here, allowed are {', '.join((*OWN, *OF_A_RUN))}")
     raw = {**asdict(saved), "devices": 1, "compile": False}
     changes = [word for word in words if not word.startswith("dataset=")]
