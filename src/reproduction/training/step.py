@@ -134,7 +134,7 @@ class Trainer:
         # Weights
         norm = self._clip_gradients()
         total = torch.stack([norm, *(part.loss for part in parts)]).sum()
-        # x - x is nan unless x is finite, and nan != 0; two launches, isfinite has five
+        # x - x is nan unless x is finite, and nan != 0; isfinite would launch three more
         self.not_finite.copy_(total - total != 0)
         self.scaler.step(self.optimizer)
         self.scaler.update()
