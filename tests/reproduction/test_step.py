@@ -4,6 +4,7 @@ import math
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.doors import (
+    PLACES,
     SHORT,
     SMALL_VIT,
     Run,
@@ -24,6 +26,7 @@ from tests.doors import (
     words_of,
 )
 from tests.images import OWN, SOURCE
+from tests.poison import KINDS, Poison
 
 PLAIN = words_of("""
     model.attn_drop=0 model.drop_path=0 recipe.label_smoothing=0 model.embed_dim=16
@@ -116,6 +119,25 @@ def test_the_scaler_skips_an_update_that_is_not_finite(model: tuple[str, ...]):
     resumed = build_trainer(words)
     resumed.restore("", deepcopy(trainer.state()))
     assert resumed.state()["scaler"] == trainer.state()["scaler"] != before["scaler"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_a_step_that_is_not_finite_keeps_the_statistics_of_batch_norm(precision: str, kind: str):
+    """And their averages, also in the step after it, unless the scaler goes on."""
+    words = (RESNET, "recipe.ema_decay=0.5", f"recipe.precision={precision}")
+    poison = Poison(1, torch.device("cpu"))
+    with mock.patch(PLACES["loss"], poison):
+        trainer = build_trainer(words)
+        step(trainer, images_of(6))
+        before = deepcopy(trainer.state())
+        poison.put(kind, 0)
+        step(trainer, images_of(6))
+        if not (precision == "float16" and kind == "gradient"):
+            poison.remove()
+            step(trainer, images_of(6))
+    for name in ("module", "model_ema"):
+        assert_close(trainer.state()[name], before[name], atol=0, rtol=0)
 
 
 def expected_rate(time: float) -> float:

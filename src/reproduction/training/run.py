@@ -128,9 +128,9 @@ def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
                 results = fit(run, state)
                 status = "finished"
             except Stopped:  # on all ranks after the same step
+                write_metrics(run, state)  # first: the checkpoint counts their bytes
                 if world.is_main:
                     say(f"stopping after step {run.trainer.step} (a second Ctrl-C: at once)")
-                write_metrics(run, state)  # first: the checkpoint counts their bytes
                 save_checkpoint(run, state)
                 raise
             except Exception as error:
