@@ -44,7 +44,7 @@ from tests.poison import KINDS, Poison
 STILL = words_of("""
     model.embed_dim=16 model.attn_drop=0 model.drop_path=0 recipe.epochs=2 recipe.batch_size=10
     recipe.log_every=1 checkpoint.every_epochs=1 device=cpu recipe.transforms.scale=[1,1]
-    recipe.transforms.interpolation=bicubic resume=auto name=mine
+    recipe.transforms.interpolation=bicubic resume=auto name=mine recipe.drop_last=false
 """)
 IMAGES = (OWN, "+dataset.options.train=57", "+dataset.options.held_out=31")
 PLAIN = (STILL, IMAGES, "augmentation=[]")

@@ -40,7 +40,7 @@ from tests.doors import (
 from tests.images import OWN, SOURCE, disturbed
 from tokenmixup.assignment import Diverged
 
-# Everything that has a state: 3 epochs of batches of 20, 20 and 17, in micro-batches of 7 or 6.
+# Everything that has a state: 3 epochs of 3 batches of 19, in micro-batches of 7 or 6.
 TRAINING = (
     OWN,
     words_of("""
@@ -48,7 +48,7 @@ TRAINING = (
         augmentation=[mixup,cutmix,manifold_mixup,htm,vtm] augmentation.htm.tau=2.29
         augmentation.htm.rho=0 augmentation.manifold_mixup.layers=[0,1] model.attn_drop=0.1
         recipe.transforms.erasing_prob=0.5 recipe.lr=0.01 model.embed_dim=16 recipe.batch_size=20
-        recipe.log_every=2 device=cpu recipe.epochs=3 resume=auto
+        recipe.log_every=2 device=cpu recipe.epochs=3 resume=auto recipe.drop_last=false
     """),
 )
 BY_EPOCHS = (TRAINING, "name=mine", "checkpoint.every_epochs=1")

@@ -43,6 +43,7 @@ AVERAGED = (
     OWN,
     SHORT,
     words_of("recipe.lr=0.01 +dataset.options.train=57 recipe.warmup_epochs=0"),
+    "recipe.drop_last=false",
 )
 
 
@@ -150,7 +151,7 @@ def expected_rate(time: float) -> float:
 
 
 SCHEDULE = words_of("""
-    recipe.epochs=6 recipe.batch_size=10 +dataset.options.train=30 recipe.lr=0.01
+    recipe.epochs=6 recipe.batch_size=10 +dataset.options.train=35 recipe.lr=0.01
     recipe.min_lr=0.0001 recipe.warmup_lr=0.00001 recipe.warmup_epochs=2 recipe.cooldown_epochs=1
 """)
 BY_BATCH = [number / 3 for number in range(18)]
