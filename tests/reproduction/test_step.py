@@ -2,6 +2,7 @@
 
 import math
 from copy import deepcopy
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,12 +22,14 @@ from tests.doors import (
     assert_succeeded,
     build_trainer,
     evaluate,
+    planted,
     step,
     trained,
     words_of,
 )
 from tests.images import OWN, SOURCE
 from tests.poison import KINDS, Poison
+from tokenmixup.assignment import Diverged
 
 PLAIN = words_of("""
     model.attn_drop=0 model.drop_path=0 recipe.label_smoothing=0 model.embed_dim=16
@@ -139,6 +142,28 @@ def test_a_step_that_is_not_finite_keeps_the_statistics_of_batch_norm(precision:
             step(trainer, images_of(6))
     for name in ("module", "model_ema"):
         assert_close(trainer.state()[name], before[name], atol=0, rtol=0)
+
+
+HYBRID = words_of("""
+    model=vit_tiny_patch16_224 model.architecture=vit_small_resnet26d_224 model.patch_size=32
+    model.depth=8 model.image_size=64 augmentation=[htm] augmentation.htm.tau=inf device=cpu
+""")
+
+
+def test_saliency_that_is_not_finite_keeps_the_statistics_of_batch_norm():
+    """Which the host meets in the second micro-batch; batch norm stands before the blocks."""
+    trainer = build_trainer(HYBRID, "recipe.grad_accum_steps=2")
+    before = deepcopy(trainer.state())
+    calls = count(1)
+
+    def check() -> None:
+        if next(calls) == 2:
+            raise Diverged
+
+    images = torch.randint(256, (4, 3, 64, 64), dtype=torch.uint8)
+    with planted("gain", check), pytest.raises(Diverged):
+        step(trainer, (images, torch.arange(4)))
+    assert_close(trainer.state()["module"], before["module"], atol=0, rtol=0)
 
 
 def expected_rate(time: float) -> float:
