@@ -306,7 +306,7 @@ def test_the_loss_of_an_epoch_is_the_mean_of_the_updates_that_float16_did_not_sk
 
 REMARKS = {  # words, and what the run says of them
     "augmentation.htm.tau=0.5": ["with tau = 0.5 no sample is easy", "never below 0.5003 nats"],
-    "augmentation.htm.tau=inf augmentation.htm.rho=inf": ["htm: rho is above every gain"],
+    "augmentation.htm.tau=inf augmentation.htm.rho=inf": ["htm: rho was above every gain"],
     "augmentation.htm.tau=inf augmentation.htm.rho=0": [],
 }
 

@@ -258,7 +258,7 @@ def remark_on_rho(epochs: list[Sums], is_last: bool) -> str | None:
     tokens = math.fsum(sums.tokens for sums in epochs)
     is_first = easy > 0 and easy == epochs[-1].easy_samples
     if is_first and tokens == 0:
-        return "rho is above every gain: no token of an easy sample was replaced"
+        return "rho was above every gain: no token of an easy sample was replaced yet"
     if is_last and tokens < easy:
         return f"{tokens / easy:.2g} tokens were replaced for each easy sample"
     return None
