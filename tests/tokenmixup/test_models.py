@@ -272,7 +272,10 @@ def with_positions(name: str, model: Any, images: Tensor, indices: list[Tensor])
 
 
 def with_tokens(name: str, model: Any, images: Tensor, indices: list[Tensor]) -> Tensor:
-    """Logits where block LAYER runs on its tokens and the memory's, and is cut to its own."""
+    """Logits where block LAYER runs on its tokens and the memory's, and is cut to its own.
+
+    This is Eq. 13 for a block that works token by token beside its attention.
+    """
     blocks = blocks_of(name, model)
     memory: list[Tensor] = []
     rows = torch.arange(len(images))[:, None]
@@ -328,6 +331,7 @@ def test_vtm_is_the_block_on_its_own_tokens_and_the_memory(name: str):
         ("torchvision", {"detector": "gradient"}),
         ("by hand", {"detector": "gradient"}),
         ("swin, padded", {"detector": "gradient"}),
+        ("by hand", {"rollout_steps": 1}),
         ("torchvision", {"rollout_steps": 1}),
         ("hf vit", {"rollout_steps": 1}),
         ("encoder", {"rollout_steps": 1}),
