@@ -9,7 +9,6 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from sys import stdlib_module_names
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -23,7 +22,7 @@ TENSORS = (Tensor, nn.Parameter)
 GENERATORS = (torch.Generator, random.Random)
 CLOSED = TENSORS + GENERATORS  # what these hold is not looked into
 NAMED = (list, deque, set, *BY_NAME, *CLOSED)  # what is kept of all that a function names
-FOREIGN = {*stdlib_module_names, "torch", "numpy", "tokenmixup"} - {"__main__"}
+FOREIGN = ("builtins", "torch", "tokenmixup")
 
 
 def _held_by(x: Any) -> Held | None:
