@@ -107,25 +107,20 @@ class Kept:
                 if type(x) not in CLOSED:
                     found += held.values()
 
-    def changed(self) -> set[tuple[int, Any]]:
-        """Returns what now differs: the id of what holds it, and its name."""
-        changed = set()
+    def changed(self) -> Held:
+        """Returns what holds something else now, by its id and the name of that."""
+        changed: Held = {}
         for key, (x, held) in self.held.items():
             now = _held_by(x) or {}
             is_same = _is_equal if type(x) in CLOSED else _is_same
             for name in held.keys() | now.keys():
                 if not is_same(held.get(name), now.get(name)):
-                    changed.add((key, name))
+                    changed[key, name] = x
         return changed
 
     def put_back(self) -> None:
         for key in {key for key, _ in self.changed()}:
             _put_back(*self.held[key])
-
-    def generators(self, changed: set[tuple[int, Any]]) -> tuple[Any, ...]:
-        """Returns the generators among what has changed."""
-        found = [self.held[key][0] for key, _ in changed]
-        return tuple(x for x in found if type(x) in GENERATORS)
 
 
 def _is_same(one: Any, other: Any) -> bool:

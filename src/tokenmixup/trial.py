@@ -34,15 +34,14 @@ from tokenmixup.block import (
     run_watched,
 )
 from tokenmixup.contexts import evaluating
-from tokenmixup.kept import Kept, generators_of
-from tokenmixup.watch import Refused, Sight
+from tokenmixup.kept import GENERATORS, Held, Kept, generators_of
+from tokenmixup.watch import Refused, Sight, at_places
 
 TOLERANCE = 1e-3  # of the largest value; rounding is 1e-6, or 5e-4 in TF32
 ROUNDINGS = 8  # of values of the block's dtype, which are allowed where that is more
 SAMPLES = 4  # whose maps are compared
 MOST_ELSEWHERE = 0.5  # what another token may change, of what it changes in its row and column
 LEAST_TOKENS = 4  # of which a map can be told from its shape
-APART = "what it computes for a sample depends on the other samples"
 BESIDE = "the keys and values of its tokens depend on the tokens beside them"
 Result = TypeVar("Result")
 
@@ -153,7 +152,12 @@ class Trial(nn.Module):
         self.like = entry.tokens.detach()
         self.generator = torch.Generator(self.like.device).manual_seed(1)
         self.x = self.draw(self.like.shape).requires_grad_(entry.tokens.requires_grad)
-        self.indices = self.places_of_memory()
+        m = 0  # tokens of VTM's memory
+        if plan.vtm is not None:
+            m = cast(int, plan.vtm.kappa) * plan.index
+        drawn = torch.rand(len(self.x), m, generator=self.generator, device=self.like.device)
+        spatial = entry.num_tokens - self.prefix
+        self.indices = self.prefix + (spatial * drawn).long()  # theirs, in 0..n-1
         self.tolerance = max(TOLERANCE, ROUNDINGS * torch.finfo(dtype_of(entry.tokens)).eps)
         self.entry = replace(
             entry,
@@ -162,31 +166,21 @@ class Trial(nn.Module):
             sight=Sight(),
         )
 
-    def places_of_memory(self) -> Tensor:
-        """Draws as many tokens as VTM's memory has: `b m`, in 0..n-1."""
-        m = 0
-        if self.plan.vtm is not None:
-            m = cast(int, self.plan.vtm.kappa) * self.plan.index
-        spatial = self.x.shape[1] - self.prefix
-        size = (len(self.x), m)
-        drawn = torch.rand(size, generator=self.generator, device=self.like.device)
-        return self.prefix + (spatial * drawn).long()
-
     def draw(self, shape: Sequence[int]) -> Tensor:
         drawn = torch.empty(shape, dtype=self.like.dtype, device=self.like.device)
         return drawn.normal_(generator=self.generator)
 
     def forward(self) -> Sight:
         """Tries out all properties; `functional_call` calls it."""
-        self.kept = Kept(self.block, *generators_of(self.like.device))
+        self.generators = generators_of(self.like.device)
+        self.kept = Kept(self.block, *self.generators)
         if self.plan.adapter.attends_to_all:
             if self.entry.num_tokens >= LEAST_TOKENS:
                 self.attention_is_of_tokens()
-            self.looks_at_what_a_run_leaves()
-        self.samples_are_apart()
+            self.looks_at_what_runs_leave()
         if self.plan.vtm is not None:
             self.keys_are_of_tokens()
-            self.memories_are_apart()
+        self.samples_are_apart()
         return self.entry.sight
 
     def run(self, how: str, run: Callable[[], Result], evaluates: bool = False) -> Result:
@@ -206,23 +200,19 @@ class Trial(nn.Module):
 
     def attention_is_of_tokens(self) -> None:
         """Finds the one call of the block that is attention over its tokens."""
-        n = self.entry.num_tokens
-        place = self.prefix + (n - self.prefix) * torch.tensor([1, 2], device=self.x.device) // 3
-        is_new = torch.zeros(len(self.x), n, dtype=torch.bool, device=self.x.device)
-        is_new[::2, place[0]] = True
-        is_new[1::2, place[1]] = True
         x = self.entry.flat_tokens
+        spatial = x.shape[1] - self.prefix
+        is_new = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+        is_new[::2, self.prefix + spatial // 3] = True
+        is_new[1::2, self.prefix + 2 * spatial // 3] = True
         other = torch.where(is_new[..., None], self.draw(x.shape), x)
         maps = self.maps_of(self.entry)
-        calls = list(maps)
-        if len(calls) > 1:
-            calls = self.over_all_tokens(calls)
+        calls = self.over_all_tokens(list(maps))
         if len(calls) != 1:
             self.refuse(f"computes {len(calls)} attention maps over its tokens, must be 1")
         (call,) = calls
-        before = maps[call]
         after = self.maps_of(self.entry.with_tokens(other)).get(call)
-        if after is None or not _is_of_tokens(before, after, is_new[:SAMPLES]):
+        if after is None or not _is_of_tokens(maps[call], after, is_new[:SAMPLES]):
             self.refuse("what has the shape of its attention map is not one of its tokens")
         self.entry.sight = Sight(call)
 
@@ -243,6 +233,8 @@ class Trial(nn.Module):
 
         What is over as many experts, for example, keeps its size.
         """
+        if len(calls) < 2:
+            return calls
         fewer = replace(self.entry, args=(self.x[:, :-1], *self.entry.args[1:]))
         try:
             maps = self.maps_of(fewer)
@@ -250,22 +242,23 @@ class Trial(nn.Module):
             return calls
         return [call for call in calls if call in maps]
 
-    def looks_at_what_a_run_leaves(self) -> None:
+    def looks_at_what_runs_leave(self) -> None:
         """Compares a run that ends at the attention with a whole one.
 
         What the former alone changes is put back behind the attention, such as by a hook that is
         one of a pair.
         """
         ended, whole = self.run("as it is", self.left_by_runs)
-        to_end = bool(ended - whole)
-        generators = self.kept.generators(whole if to_end else ended)
-        self.entry.sight = self.entry.sight._replace(to_end=to_end, generators=generators)
+        to_end = not ended.keys() <= whole.keys()
+        changed = whole if to_end else ended
+        drawn = {id(x): x for x in changed.values() if type(x) in GENERATORS}
+        self.entry.sight = Sight(self.entry.sight.call, to_end, tuple(drawn.values()))
 
-    def left_by_runs(self) -> tuple[set[Any], set[Any]]:
+    def left_by_runs(self) -> tuple[Held, Held]:
         """Returns what an ended run changes, and what a whole one does."""
         args, kwargs = self.entry.args, self.entry.kwargs
         self.block.forward(*args, **kwargs)  # makes the attributes that any run makes
-        kept = Kept(self.block, *generators_of(self.like.device))
+        kept = Kept(self.block, *self.generators)
         run_to_attention(self.block.forward, self.entry)
         ended = kept.changed()
         kept.put_back()
@@ -273,17 +266,31 @@ class Trial(nn.Module):
         return ended, kept.changed()
 
     def samples_are_apart(self) -> None:
-        others = self.with_other_samples(self.x)
-        found = self.saliency_of_first_sample(others)
-        self.compare([found], [self.saliency_of_first_sample(self.x)], APART)
+        memory = self.draw([*self.indices.shape, self.x.shape[-1]])
+        expected = self.of_first_sample(self.x, memory)
+        others = [torch.cat([x[:1], self.draw(x[1:].shape)]) for x in (self.x, memory)]
+        found = self.of_first_sample(*others)
+        if not all(x.isfinite().all() for x in found):
+            self.refuse("what it computes, or a gradient, is not finite")
+        self.compare(found, expected, "what it computes for a sample depends on the other samples")
 
-    def saliency_of_first_sample(self, tokens: Tensor) -> Tensor:
-        detect = cast(Detector, self.plan.tried)
-        return self.run("as it is", lambda: detect(self.entry.with_tokens(tokens))[:1])
+    def of_first_sample(self, tokens: Tensor, memory: Tensor) -> list[Tensor]:
+        """Returns its saliency; with VTM, also the block's output, and the gradients of both."""
+        entry = self.entry.with_tokens(tokens)
+        found = [self.run("as it is", lambda: cast(Detector, self.plan.tried)(entry))]
+        if self.plan.vtm is not None:
+            found += self.run("with a memory", lambda: self.with_memory(tokens, memory))
+        return [x.detach()[:1] for x in found]
 
-    def with_other_samples(self, tokens: Tensor) -> Tensor:
-        """Returns tokens whose first sample is the same."""
-        return torch.cat([tokens[:1], self.draw(tokens[1:].shape)])
+    def with_memory(self, tokens: Tensor, memory: Tensor) -> list[Tensor]:
+        needs_grad = self.x.requires_grad
+        given = [x.detach().requires_grad_(needs_grad) for x in (tokens, memory)]
+        entry = self.entry.with_tokens(given[0])
+        out, _ = run_watched(self.block.forward, entry, Memory([given[1]], [self.indices]))
+        own = checked_tokens(entry, out)
+        if own.requires_grad:
+            own.square().sum().backward()
+        return [own, *(x.grad for x in given if x.grad is not None)]
 
     def keys_are_of_tokens(self) -> None:
         """Compares keys and values of tokens with those of the same ones as a memory.
@@ -292,65 +299,26 @@ class Trial(nn.Module):
         and in its own mode beside other tokens.
         """
         evaluates = bool(self.entry.sight.generators)
-        alone = self.keys_alone(evaluates)
-        self.compare(alone, self.keys_at_places(self.x, evaluates), BESIDE)
+        alone = self.run("on a memory", self.keys_alone, evaluates)
+        self.compare(alone, self.keys_in(self.x, evaluates), BESIDE)
         if evaluates:
-            is_kept = torch.zeros_like(self.x[..., 0]).scatter(1, self.indices, 1) > 0
+            is_kept = torch.zeros_like(self.x[..., :1]).scatter(1, self.indices[..., None], 1) > 0
             is_kept[:, : self.prefix] = True
             # all others are one token: what is summed over them does not cancel out
-            one = self.draw(self.x[:1, :1].shape)
-            beside = torch.where(is_kept[..., None], self.x, one)
-            self.compare(self.keys_at_places(beside), self.keys_at_places(self.x), BESIDE)
+            beside = torch.where(is_kept, self.x, self.draw(self.x[:1, :1].shape))
+            self.compare(self.keys_in(beside), self.keys_in(self.x), BESIDE)
 
-    def keys_alone(self, evaluates: bool) -> list[Tensor]:
+    def keys_alone(self) -> list[Tensor]:
         tokens = self.x.take_along_dim(self.indices[..., None], dim=1)
         memory = Memory([tokens], [self.indices])
+        alone = attended_of_memory(self.block.forward, self.entry, memory)
+        return [alone.keys, alone.values]
 
-        def run() -> list[Tensor]:
-            alone = attended_of_memory(self.block.forward, self.entry, memory)
-            return [alone.keys, alone.values]
-
-        return self.run("on a memory", run, evaluates)
-
-    def keys_at_places(self, tokens: Tensor, evaluates: bool = False) -> list[Tensor]:
-        """Returns keys and values at the `indices` of the memory."""
+    def keys_in(self, tokens: Tensor, evaluates: bool = False) -> list[Tensor]:
+        """Returns the keys and values of a memory's tokens among all."""
         entry = self.entry.with_tokens(tokens)
-        found = []
-        for x in self.run("as it is", lambda: attended_of(self.block.forward, entry), evaluates):
-            places = self.indices[..., None]
-            while places.ndim < x.ndim:
-                places = places[:, None]  # b 1 .. m 1
-            found.append(x.take_along_dim(places, dim=-2))
-        return found
-
-    def memories_are_apart(self) -> None:
-        """With gradients, if the block trains with some."""
-        memory = self.draw([*self.indices.shape, self.x.shape[-1]])
-        found = self.of_first_sample(
-            self.with_other_samples(self.x), self.with_other_samples(memory)
-        )
-        if not all(x.isfinite().all() for x in found):
-            self.refuse("with VTM's memory its output or gradients are not finite")
-        self.compare(found, self.of_first_sample(self.x, memory), APART)
-
-    def of_first_sample(self, tokens: Tensor, memory: Tensor) -> list[Tensor]:
-        """Returns what the block makes of it and a memory, and the gradients of both."""
-        given = [tokens.detach(), memory.detach()]
-        for x in given:
-            x.requires_grad_(self.x.requires_grad)
-
-        def run() -> list[Tensor]:
-            entry = self.entry.with_tokens(given[0])
-            out, watching = run_watched(
-                self.block.forward, entry, Memory([given[1]], [self.indices])
-            )
-            watching.check()
-            own = checked_tokens(entry, out)
-            if self.x.requires_grad and torch.is_grad_enabled():
-                own.square().sum().backward()
-            return [own, *(x.grad for x in given if x.grad is not None)]
-
-        return [x.detach()[:1] for x in self.run("with a memory", run)]
+        own = self.run("as it is", lambda: attended_of(self.block.forward, entry), evaluates)
+        return [at_places(x, self.indices, dim=-2) for x in own]
 
     def compare(self, found: Sequence[Tensor], expected: Sequence[Tensor], reason: str) -> None:
         """Raises Refused unless two runs agree."""

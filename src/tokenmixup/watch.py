@@ -229,10 +229,16 @@ def _with_columns(mask: Tensor | None, memory_indices: Tensor) -> Tensor | None:
     if mask is None or mask.shape[-1] == 1:
         return mask
     mask = mask.expand(len(memory_indices), *mask.shape[1:])
-    index = memory_indices
-    while index.ndim < mask.ndim:
-        index = index[:, None]  # b 1 .. m
-    return torch.cat([mask, mask.take_along_dim(index, dim=-1)], dim=-1)
+    return torch.cat([mask, at_places(mask, memory_indices, dim=-1)], dim=-1)
+
+
+def at_places(x: Tensor, indices: Tensor, dim: int) -> Tensor:
+    """Returns what is at the places `b m` of one of the last two dimensions: `b .. n e`."""
+    missing = x.ndim - 2
+    index = indices[(slice(None), *(None,) * missing)]  # b 1 .. m
+    if dim == -2:
+        index = index.mT
+    return x.take_along_dim(index, dim=dim)
 
 
 def _softmax(
