@@ -6,7 +6,6 @@ Letters: b batch, h heads, n tokens, m memory, d width, e head width.
 
 import contextlib
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -695,6 +694,14 @@ class LoRAThatBegins(Random):
 
 
 @case("dropout")
+class LoRAAndMlp(LoRA):
+    """What the memory draws moves no number of the MLP's."""
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.drop(super().mlp(x))
+
+
+@case("dropout")
 class DoRA(Random):
     def __init__(self) -> None:
         super().__init__()
@@ -734,16 +741,6 @@ class ByHand(Random):
             return super().mlp(x)
         kept = (torch.rand(x.shape) > 0.3) / 0.7
         return super().mlp(x) * kept
-
-
-@case("dropout")
-class OfAnotherGenerator(Random):
-    """Which nobody seeds. Random for other batches than the test's, such as that of the proof."""
-
-    def mlp(self, x: Tensor) -> Tensor:
-        if self.training and len(x) != 4:
-            return super().mlp(x) * random.random()
-        return super().mlp(x)
 
 
 @case("dropout", vtm=False)

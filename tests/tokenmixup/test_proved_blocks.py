@@ -369,6 +369,35 @@ def test_a_block_is_proved_as_it_trains(kind: Any, dtype: torch.dtype):
         torch.set_default_dtype(torch.float32)
 
 
+class OfTheSystem(Block):
+    """Draws in training from where nobody can seed."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(self.scaled(x))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return super().mlp(self.scaled(x))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        return x + 2 * random.SystemRandom().random() * self.norm1.weight
+
+
+class OfTheSystemMixing(OfTheSystem):
+    def projected(self, x: Tensor) -> Tensor:
+        return super().projected(x - x.mean(dim=1, keepdim=True))
+
+
+def test_a_block_that_draws_from_elsewhere_is_proved_in_evaluation():
+    for settings in ({"htm": HTM}, {"vtm": VTM}):
+        case = Case(OfTheSystem, htm=True, vtm=True)
+        assert training_loss(attached(case, **settings)(*batch_of(case))).isfinite()
+    case = Case(OfTheSystemMixing, htm=True, vtm=False)
+    with refused("block 2 .*depend on the tokens beside them"):
+        attached(case, vtm=VTM)(*batch_of(case))
+
+
 class Failing(Block):
     """Works for the tokens of training only."""
 
@@ -481,6 +510,14 @@ def test_a_compiled_module_is_proved_as_well(name: str):
     module.compile(backend="eager")
     with pytest.raises(ValueError, match=r"block [02]"):
         module(*batch_of(CASES[name]))
+
+
+def test_a_compiled_block_that_draws_in_front_of_its_attention_is_refused():
+    """The memory would move the numbers that its own tokens draw."""
+    module = attached(CASES["dropout: LoRA"], vtm=VTM)
+    module.compile(backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="draws in front of its attention"):
+        module(*batch_of(CASES["dropout: LoRA"]))
 
 
 def test_what_proves_a_compiled_module_leaves_nothing():
