@@ -182,7 +182,9 @@ class RunFolder:
                 raise
         with _named(self.config_path):  # saved() refuses a setting that is gone
             config = saved(raw)
-        trained = self.read_summary().get("run_hash")  # earlier revisions recorded none
+        trained = None  # what earlier revisions recorded
+        if self.summary_path.exists():
+            trained = self.read_summary().get("run_hash")
         if trained not in (None, run_hash(config)):
             reason = (
                 f"the run that it holds is {run_hash(config)}, and summary.json is of {trained}"
