@@ -21,8 +21,8 @@ import numpy as np
 import pandas as pd
 import torch
 
+from reproduction.compose import compose
 from reproduction.models.build import build_module, without_weights
-from reproduction.points import compose
 from reproduction.system import (
     Parser,
     UserError,

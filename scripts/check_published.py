@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from reproduction.points import compose
+from reproduction.compose import compose
 from reproduction.system import PlainError, UserError, one_line_errors, say
 from reproduction.training.predictions import evaluate_checkpoint
 

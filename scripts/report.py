@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from reproduction.studies.study import FULL, SCALES, plan, studies
+from reproduction.studies.study import FULL, SCALES, planned
+from reproduction.sweep import Sweep
 from reproduction.system import Parser, one_line_errors, say, write_text
 from scripts import positive
 
@@ -26,13 +27,12 @@ def main() -> None:
         write_text(path, results_page(args.results))
         say(f"written to {path}")
         return
-    from reproduction.studies.conclude import conclude
-
     if args.outputs:
         if not args.outputs.is_dir():
             parser.error(f"--outputs {args.outputs}: must be a folder of runs")
         args.words.append(f"output_root={args.outputs}")
-    conclude(plan(studies(args.study), args.seeds, args.scale, args.words))
+    sweep = Sweep(*planned(args.study, args.seeds, args.scale, args.words))
+    sweep.write_tables()
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from reproduction import load_run  # noqa: F401
+from reproduction.compose import compose, with_words
 from reproduction.config import ROOT, Config
 from reproduction.identity import flat, nested, run_hash, saved  # noqa: F401
 from reproduction.models.build import (
@@ -42,8 +43,6 @@ from reproduction.models.build import (
     without_weights,
 )
 from reproduction.models.cct import CCT  # noqa: F401
-from reproduction.points import compose
-from reproduction.words import with_words
 from scripts import bench
 from tokenmixup import TokenMixup
 

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from hydra.core.utils import env_override
+
+from reproduction.compose import Point
 from reproduction.config import SOURCES, Config, Dataset, ViT, check_new
 from reproduction.folder import find
 from reproduction.identity import row_hash
-from reproduction.points import Point
 from reproduction.system import UserError, is_first_rank, warn
 
 CLASSES = 10  # of a model whose images are not here
@@ -33,9 +35,10 @@ def check(points: Sequence[Point], is_dry: bool = False) -> list[str]:
     if number > 1:
         raise UserError(f"name={path}: {number} points share it; name='x-${{KEY}}' names each")
     for point in points:
-        checks.check_folder(point)
-        if not point.folder.is_finished():
-            checks.check_run(point.config)
+        with env_override({**point.environment}):  # which the code that opens data may read
+            checks.check_folder(point)
+            if not point.folder.is_finished():
+                checks.check_run(point.config)
     return [*checks.lacks]
 
 

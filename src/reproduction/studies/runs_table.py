@@ -7,14 +7,13 @@ from typing import Any
 
 import pandas as pd
 
-from reproduction.identity import RowId, digest, run_hash
-from reproduction.points import Point
+from reproduction.compose import Point, last_part
+from reproduction.identity import RowId, digest, row_hash, run_hash
 from reproduction.studies.lines import Entry, lines_of
 from reproduction.studies.results import STACK_KEY, Counted, Run, counted, judged_by, row_settings
 from reproduction.studies.table import Section, Table
 from reproduction.studies.text import NOTHING, judged_on, value_text
 from reproduction.system import UserError
-from reproduction.words import last_part
 
 NAMES = ("model.name", "dataset.name", STACK_KEY)  # each stands for all that comes with it
 numeric: Any = partial(pd.to_numeric, errors="coerce")  # sorts texts by their numbers
@@ -100,23 +99,23 @@ def _entries(
 ) -> Iterator[Entry]:
     """Yields the rows with these values, by row hash, with what they are compared with."""
     rows: dict[str, dict[str, str]] = texts.to_dict("index")
-    ids = {row_hash: RowId(swept=tuple(row.items())) for row_hash, row in rows.items()}
+    ids = {key: RowId(swept=tuple(row.items())) for key, row in rows.items()}
     bases = {}
     if against is not None:
         bases = _bases(texts, against)
-    for row_hash, row in rows.items():
+    for key, row in rows.items():
         heads = {short_key(name): text for name, text in row.items()}
-        text = status_texts[row_hash]
-        entry = Entry(id=ids[row_hash], heads=heads, row_hash=row_hash, status_text=text)
-        if row_hash in bases:
-            entry = replace(entry, against=ids[bases[row_hash]], against_text=str(against))
+        text = status_texts[key]
+        entry = Entry(id=ids[key], heads=heads, row_hash=key, status_text=text)
+        if key in bases:
+            entry = replace(entry, against=ids[bases[key]], against_text=str(against))
         yield entry
 
 
 def sweep_table(points: Sequence[Point], runs: Sequence[Run]) -> Table:
     """Returns the table of a sweep, whose files are named after the keys and all of its runs."""
     table = runs_table(runs)
-    groups = grouped({point.row_hash: row_settings(point.config) for point in points})
+    groups = grouped({row_hash(point.config): row_settings(point.config) for point in points})
     shared = [word for word in points[0].words if all(word in point.words for point in points)]
     words = ", ".join(f"`{word}`" for word in shared) or "the defaults"
     keys = ", ".join(f"`{name}`" for name in groups.heads) or "seeds"

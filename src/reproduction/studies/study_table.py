@@ -3,93 +3,23 @@
 import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 
-from reproduction.identity import RowId, changes_result, digest
-from reproduction.points import Point
+from reproduction.identity import RowId
 from reproduction.studies.lines import Entry, Line, lines_of
 from reproduction.studies.results import OUTCOMES, Outcome, Run, counted, judged_by
-from reproduction.studies.study import PAPERS, Cell, Study, cells, comparisons, studies
+from reproduction.studies.study import Cell, Part, Study
 from reproduction.studies.table import REPORT, Section, Table
-from reproduction.studies.text import judged_on
-from reproduction.words import key_of
+from reproduction.studies.text import judged_on, value_text
 
 LATENCY = "latency.json"  # of scripts/latency.py, beside the tables
 REFERENCE = "attention"  # of the ratios of latencies
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartOfStudy:
-    """The rows and seeds of a study that a command asks for."""
-
-    name: str  # of the study, as typed
-    study: Study
-    cells: list[Cell]
-    row_hashes: dict[RowId, str]  # of each cell, which the runs of its seeds share
-    seeds: list[int]
-    more: list[str]  # settings that are not the study's
-
-    @property
-    def num_runs(self) -> int:
-        return len({*self.row_hashes.values()}) * len(self.seeds)
-
-    @property
-    def file(self) -> str:
-        """The name of its files: the study's, and what distinguishes it from the whole study."""
-        study, parts = self.study, [Path(self.name).stem]
-        rows = list(dict.fromkeys(cell.id.row for cell in self.cells))
-        if rows != list(study.rows):
-            parts.append("+".join(rows))
-        if self.seeds != list(range(study.first_seed, study.first_seed + study.seeds)):
-            parts.append(f"seeds={len(self.seeds)}")
-        if self.more:
-            parts.append(digest(sorted(self.more)))
-        return "-".join(parts)
-
-    @property
-    def about(self) -> list[str]:
-        """Says what distinguishes the runs from those that the study names."""
-        if not self.more:
-            return []
-        words = ", ".join(f"`{word}`" for word in self.more)
-        return [f"With {words}; seeds {', '.join(map(str, self.seeds))}."]
-
-
-def parts_of(points: Sequence[Point]) -> list[PartOfStudy]:
-    """Returns the studies that these points are the runs of, the paper's in its order."""
-    names = list(dict.fromkeys(row.study for point in points for row in point.rows))
-    papers = [name for name in PAPERS if name in names]
-    if papers:  # a command is of studies of the paper or of one file: studies()
-        names = papers
-    return [_part(name, points) for name in names]
-
-
-def _part(name: str, points: Sequence[Point]) -> PartOfStudy:
-    (study,) = studies(name).values()  # again, whole: the notes of points have only its name
-    own = [point for point in points if any(row.study == name for row in point.rows)]
-    row_hashes = {row: point.row_hash for point in own for row in point.rows if row.study == name}
-    each = [cell for cell in cells(name, study) if cell.id in row_hashes]
-    written = {word for cell in each for word in cell.words}
-    more = []
-    for word in dict.fromkeys(word for point in own for word in point.words):
-        key = key_of(word)
-        is_setting = key != "seed" and changes_result(key)
-        if is_setting and word not in written:
-            more.append(word)
-    return PartOfStudy(
-        name=name,
-        study=study,
-        cells=each,
-        row_hashes=row_hashes,
-        seeds=sorted({point.config.seed for point in own}),
-        more=more,
-    )
-
-
-def study_table(part: PartOfStudy, runs: Sequence[Run], outputs: Path) -> Table:
+def study_table(part: Part, runs: Sequence[Run], outputs: Path) -> Table:
     """Returns the table of a study: the main outcome by column, then the others.
 
     `outputs` holds the report of the runs, with what else was measured there.
@@ -163,28 +93,34 @@ def latencies(study: Study, outputs: Path) -> dict[str, pd.DataFrame]:
     return {f"Latency: {measured['about']}": pd.DataFrame(rows)}
 
 
-def entries_of(part: PartOfStudy) -> list[Entry]:
+def entries_of(part: Part) -> list[Entry]:
     """Returns the rows of a study, with what is printed, then those that it quotes."""
-    each = {cell.id: cell for cell in part.cells}
-    pairs = comparisons(part.cells)
+    ids = {cell.label: id_of(part, cell) for cell in part.cells}
+    texts = {cell.label: cell.text for cell in part.cells}
+    hashes = part.row_hashes
     entries = []
     for cell in part.cells:
         entry = Entry(
-            id=cell.id,
+            id=ids[cell.label],
             heads={"row": cell.text},
-            row_hash=part.row_hashes[cell.id],
+            row_hash=hashes[cell.label],
             role=cell.settings.role,
             printed=cell.settings.printed,
         )
-        base = pairs.get(cell.id)
-        if base is not None and part.row_hashes[base] != entry.row_hash:  # two rows may be one run
-            entry = replace(entry, against=base, against_text=each[base].text)
+        base = part.pairs.get(cell.label)
+        if base is not None and hashes[base] != entry.row_hash:  # two rows may be one run
+            entry = replace(entry, against=ids[base], against_text=texts[base])
         entries.append(entry)
     for name, columns in part.study.quoted.items():
         for column, printed in columns.items():
             quoted = RowId(part.name, name, column=column)
             entries.append(Entry(id=quoted, heads={"row": name}, printed=printed))
     return entries
+
+
+def id_of(part: Part, cell: Cell) -> RowId:
+    swept = tuple((key, value_text(value)) for key, value in cell.values.items())
+    return RowId(part.name, cell.row, swept, cell.settings.column)
 
 
 def look(study: Study, num_rows: int, runs: Sequence[Run]) -> tuple[Sequence[int], str]:
