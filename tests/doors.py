@@ -353,6 +353,19 @@ def predictions(path: str | Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def as_recorded(line: Line) -> Line:
+    """A line of metrics.jsonl by the names of recorded ones, which called easy samples mixed.
+
+    Their tokens were those replaced in each easy sample.
+    """
+    if "easy_samples" not in line:
+        return line
+    easy = line["easy_samples"]
+    tokens = line["mixed_samples"] * line["mixed_tokens"] / max(easy, 1)
+    others = {key: value for key, value in line.items() if key != "easy_samples"}
+    return others | {"mixed_samples": easy, "mixed_tokens": tokens}
+
+
 def assert_same_lines(ours: list[Line], theirs: list[Line], **bound: float) -> None:
     """Compares lines of metrics.jsonl but for the speed, within `abs` or `rel`."""
     speed = {"images_per_second": 0}

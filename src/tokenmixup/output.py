@@ -37,7 +37,11 @@ class Stat(NamedTuple):
     is_max: bool = False
 
 
-UNMIXED = {"mixed_samples": Stat(0), "mixed_tokens": Stat(0, 0)}  # without HTM
+UNMIXED = {  # without HTM
+    "easy_samples": Stat(0),
+    "mixed_samples": Stat(0),
+    "mixed_tokens": Stat(0, 0),
+}
 
 
 class Output(NamedTuple):
@@ -105,6 +109,7 @@ def _sums(is_easy: Tensor, mask: Tensor, gain: Tensor, difficulty: list[Tensor])
     replaced = mask.sum(dtype=torch.float32)
     nats = difficulty[0] if len(difficulty) == 1 else torch.cat(difficulty)
     return {
+        "easy_samples": Stat(mixed),
         "mixed_samples": Stat(mixed),
         "mixed_tokens": Stat(replaced, mixed),
         "difficulty": Stat(nats.detach().sum(), nats.numel()),

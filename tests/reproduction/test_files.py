@@ -166,6 +166,7 @@ def test_the_revision_is_that_of_the_code_and_of_no_project_around_it(here: Path
             line = f"git -c user.name=x -c user.email=x -C project {command}"
             subprocess.run(line.split(), check=True)
         environment = os.environ | {"PYTHONPATH": str(package.parent)}
+        environment["GIT_DIR"] = str(here / "elsewhere")  # as in a hook of another repository
         output = subprocess.check_output([sys.executable, "-c", ask], env=environment, text=True)
         revisions.append(output.strip())
     before, after = revisions

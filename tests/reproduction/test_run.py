@@ -47,7 +47,7 @@ STEP_KEYS = set(
 SUMMARY_KEYS = set(
     words_of("""
         top1_last top1_best top1_median10 top5_last top5_best parameters seconds
-        images_per_second threads seed versions git_revision hardware
+        images_per_second seed starts run_hash
     """)
 )
 MIXED = (

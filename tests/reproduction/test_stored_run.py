@@ -1,6 +1,6 @@
-"""A run that revision 2e7fa4c has begun, tests/fixtures/run_of_2e7fa4c, goes on with this code.
+"""Runs that earlier revisions have begun, tests/fixtures/run_of_REVISION, go on with this code.
 
-It was stopped after 4 of 6 steps; run_of_2e7fa4c.jsonl are the lines of the undisturbed one.
+Each was stopped after 4 of 6 steps; run_of_REVISION.jsonl are the lines of the undisturbed one.
 """
 
 import json
@@ -12,6 +12,7 @@ import pytest
 from tests.doors import (
     ROOT,
     Run,
+    as_recorded,
     assert_same_lines,
     assert_succeeded,
     evaluate,
@@ -30,20 +31,25 @@ WORDS = words_of("""
 """)
 
 
+@pytest.fixture(params=["2e7fa4c", "d623b8a4"])
+def revision(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture
-def stored(here: Path) -> Run:
+def stored(here: Path, revision: str) -> Run:
     """The folder under the name that it had."""
-    fixture = FIXTURES / "run_of_2e7fa4c"
+    fixture = FIXTURES / f"run_of_{revision}"
     name = json.loads((fixture / "summary.json").read_text())["name"]
     return Run(shutil.copytree(fixture, here / "outputs" / name))
 
 
-def test_a_stored_run_is_found_and_resumed_to_its_recorded_end(stored: Run):
+def test_a_stored_run_is_found_and_resumed_to_its_recorded_end(stored: Run, revision: str):
     assert_succeeded(train(WORDS), "resuming after step 4")
     assert [path.name for path in Path("outputs").iterdir()] == [stored.path.name]
-    text = (FIXTURES / "run_of_2e7fa4c.jsonl").read_text()
+    text = (FIXTURES / f"run_of_{revision}.jsonl").read_text()
     recorded = [json.loads(line) for line in text.splitlines()]
-    assert_same_lines(stored.lines, recorded, rel=1e-4)
+    assert_same_lines([*map(as_recorded, stored.lines)], recorded, rel=1e-4)
     assert stored.summary["status"] == "finished"
 
 

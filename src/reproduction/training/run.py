@@ -8,6 +8,7 @@ import platform
 from collections.abc import Mapping
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from reproduction.data.halves import Data, in_memory
 from reproduction.data.seeding import preserved_generators
 from reproduction.data.sources import opened, record
 from reproduction.folder import RunFolder, hold
+from reproduction.identity import changes, run_hash, saved
 from reproduction.models.build import (
     build_module,
     count_parameters,
@@ -163,6 +165,7 @@ def set_up(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Run
     state = RunState()
     if newest is not None:
         checkpoint, content = newest
+        _check_same_run(checkpoint, content, config)
         state = restore(trainer, checkpoint, content)
     if world.broadcast(trainer.step) != trainer.step:
         raise PlainError("the ranks have read different checkpoints")
@@ -171,6 +174,10 @@ def set_up(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Run
         facts = _facts(trainer, data)
         if newest is None:  # a resumed run keeps what its beginning has recorded
             facts["initial_weights"] = initial_weights
+            facts["starts"] = []
+        else:
+            facts["starts"] = folder.read_summary().get("starts", [])
+        facts["starts"] += [_start(trainer)]
         facts |= origin
         _say_start(trainer, data, facts)
     run = _assembled(trainer, folder, data, batches)
@@ -183,6 +190,15 @@ def set_up(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Run
             folder.best_path.unlink(missing_ok=True)
         folder.write_summary(**facts, **progress_entries(run, state), status="running", error=None)
     return run, state
+
+
+def _check_same_run(path: Path, content: Mapping[str, Any], config: Config) -> None:
+    """Raises UserError unless a checkpoint is of this run; the oldest hold no configuration."""
+    if "config" not in content:
+        return
+    others = ", ".join(changes(config, saved(content["config"])))
+    if others:
+        raise UserError(f"checkpoint={path}: is of another run, this one has {others}")
 
 
 def _assembled(
@@ -265,6 +281,21 @@ def _finite(number: float) -> float | str:
     return number if number < math.inf else "inf"
 
 
+def _start(trainer: Trainer) -> dict[str, Any]:
+    """The entry of the summary about a start of the run: from which step on, with what and where.
+
+    On a CPU the weights are a function of the settings and these.
+    """
+    versions = {name: version(name) for name in LIBRARIES}
+    return {
+        "step": trainer.step,
+        "git_revision": git_revision(),
+        "versions": {"python": platform.python_version(), **versions},
+        "hardware": hardware_name(trainer.world.device.type),
+        "threads": torch.get_num_threads(),
+    }
+
+
 def _facts(trainer: Trainer, data: Data) -> dict[str, Any]:
     """The entries of the summary that are known before training."""
     config = trainer.config
@@ -274,10 +305,7 @@ def _facts(trainer: Trainer, data: Data) -> dict[str, Any]:
         "parameters": count_parameters(trainer.module),
         "seed": config.seed,
         "devices": config.devices,
-        "hardware": hardware_name(trainer.world.device.type),
-        "threads": torch.get_num_threads(),
-        "versions": {"python": platform.python_version()} | {x: version(x) for x in LIBRARIES},
-        "git_revision": git_revision(),
+        "run_hash": run_hash(config),
     }
     if trainer.module.htm is not None:
         facts["htm"] = _htm_numbers(trainer, trainer.module.htm)
