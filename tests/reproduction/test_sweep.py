@@ -18,7 +18,6 @@ from tests.doors import (
     Run,
     assert_refused,
     assert_succeeded,
-    cells,
     config_of,
     runs,
     script,
