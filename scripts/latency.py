@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from reproduction.studies.rows import LATENCY, latencies
 from reproduction.studies.study import PAPER_FOLDER, read
-from reproduction.studies.study_table import LATENCY, latencies
 from reproduction.studies.table import REPORT, as_markdown
 from reproduction.system import Parser, one_line_errors, say, write_text
 from reproduction.training.ranks import resolve_device

@@ -16,11 +16,11 @@ from reproduction.compose import Point, expand, last_part, planned_point, readab
 from reproduction.config import StudyWords
 from reproduction.help import key_of
 from reproduction.identity import row_hash
+from reproduction.studies.study import PAPERS, Part, planned
 from reproduction.system import OneLineError, UserError, program, say, warn
 
 if TYPE_CHECKING:  # imports pandas
     from reproduction.studies.results import Run
-    from reproduction.studies.study import Part
 
 NOT_STARTED = "not started"
 # sweepers that try every value and choose none: they need no validation split
@@ -32,7 +32,7 @@ class Sweep:
     """Points in their order, and the studies that they are the runs of; none, of swept keys."""
 
     points: list[Point]
-    parts: list["Part"] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     is_whole: bool = True  # all points that the words name are here: there will be a table
 
     @classmethod
@@ -43,8 +43,6 @@ class Sweep:
     @classmethod
     def of_study(cls, own: StudyWords, words: Sequence[str]) -> "Sweep":
         """The runs of a study, with `words` as overrides of all of them."""
-        from reproduction.studies.study import planned
-
         words = [readable(word) for word in words]
         for word in words:
             if key_of(word) == "seed":
@@ -76,18 +74,10 @@ class Sweep:
 
         Their folders tell it. Where only one of the points is trained there is no table.
         """
-        from reproduction.studies import conclude  # imports pandas
-
         runs = [run_of(point) for point in self.points]
         if not self.is_whole:
             return runs
-        begun = [run for run in runs if run.status != NOT_STARTED]
-        outputs = Path(self.points[0].config.output_root)
-        written = []
-        if self.parts:
-            written = conclude.conclude_studies(self.parts, begun, outputs)
-        elif any(run.status != "unusable" for run in begun):
-            written = conclude.conclude_sweep(self.points, begun, outputs)
+        written = self._write([run for run in runs if run.status != NOT_STARTED])
         if written:
             say(f"\nwritten to {', '.join(map(str, written))}; .csv has the numbers")
         counts = Counter(run.status for run in runs)
@@ -96,24 +86,59 @@ class Sweep:
         say(f"{finished} of {len(runs)} runs are finished{''.join(others)}")
         return runs
 
+    def _write(self, begun: Sequence["Run"]) -> list[Path]:
+        """Prints and writes the tables of the runs that have begun, and returns their files."""
+        from reproduction.studies.plots import draw_runs  # imports matplotlib
+        from reproduction.studies.rows import study_table, sweep_table
+
+        outputs = Path(self.points[0].config.output_root)
+        tables = [study_table(part, begun, outputs) for part in self.parts]
+        if not self.parts and any(run.status != "unusable" for run in begun):
+            tables = [sweep_table(self.points, begun)]
+        files = []
+        for table in tables:
+            if table.counted.runs or table.extras or not self.parts:
+                say(f"\n# {table.title}\n\n{table.markdown(is_short=True)}")
+                files.append(table.write(outputs))
+                if not self.parts and draw_runs(table, files[0].with_suffix(".png")):
+                    files.append(files[0].with_suffix(".png"))
+        if files and any(part.name in PAPERS for part in self.parts):
+            from reproduction.studies.page import write_page  # imports torch
+
+            files.append(write_page(self.parts, tables, outputs))
+        return files
+
     def listing(self) -> str:
         """Returns a line for each run, how many have which status, and their folders.
 
         What it lists starts: all points are checked, and what only this machine lacks is told.
         UserError for what cannot run.
         """
-        from reproduction.studies.conclude import list_of_runs  # imports pandas
+        import pandas as pd
 
-        runs = [run_of(point) for point in self.points]
+        from reproduction.studies.results import ON_TEST
+        from reproduction.studies.table import as_markdown
+        from reproduction.studies.text import formatted
+
         shared = set.intersection(*({*point.words} for point in self.points))
-        labels = [point.label or swept_text(point, shared) for point in self.points]
+        rows, folders = [], []
+        counts = Counter[str]()
+        for task, point in enumerate(self.points):
+            run = run_of(point)
+            row = {
+                "task": str(task),
+                "row": point.label or swept_text(point, shared),
+                "seed": str(point.config.seed),
+                "status": run.status_text,
+                "top-1 [%]": formatted(run.numbers.get(ON_TEST.name), ".2f"),
+            }
+            rows.append(row)
+            folders.append(f"{task}: {run.path}")
+            counts[run.status] += 1
         lacks = [f"not here: {text}" for text in check(self.points, is_dry=True)]
-        folders = [f"{task}: {run.path}" for task, run in enumerate(runs)]
-        seeds = [point.config.seed for point in self.points]
-        total = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-        counts = Counter(run.status for run in runs).most_common()
-        each = ", ".join(f"{count} {status}" for status, count in counts)
-        table = list_of_runs(runs, labels, seeds)
+        total = "1 run" if len(rows) == 1 else f"{len(rows)} runs"
+        each = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+        table = as_markdown(pd.DataFrame(rows))
         return "\n".join([table, "", *folders, "", *lacks, f"{total}: {each}"])
 
 

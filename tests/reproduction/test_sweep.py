@@ -18,6 +18,7 @@ from tests.doors import (
     Run,
     assert_refused,
     assert_succeeded,
+    cells,
     config_of,
     runs,
     script,
@@ -58,6 +59,66 @@ def table(*words: str) -> tuple[pd.DataFrame, str]:
     result = script("runs", "outputs", "--csv", "numbers.csv", words)
     assert_succeeded(result)
     return pd.read_csv("numbers.csv"), result.out
+
+
+# --- rows keep their settings, as values --------------------------------------------------------
+
+
+def test_rows_that_differ_in_another_key_are_not_compared(model: Run):
+    """Of the other key one has null: that is a value."""
+    several(model, "base", {TAU: 1.0, LIMIT: None}, 60.0)
+    several(model, "ours", {TAU: 2.0, LIMIT: 60}, 50.0)
+    numbers, text = table("--against", "tau=1")
+    assert numbers.difference.isna().all()
+    assert "not compared" in text
+    assert "null" in text
+    several(model, "right", {TAU: 1.0, LIMIT: 60}, 55.0)
+    numbers, text = table("--against", "tau=1")
+    (row,) = [row for row in numbers.to_dict("records") if row[TAU] == 2]
+    right = numbers[(numbers[TAU] == 1) & (numbers[LIMIT] == 60)]
+    assert row["difference"] == pytest.approx(row["mean"] - right["mean"].item())
+
+
+def test_a_name_that_two_settings_share_is_refused_with_both(model: Run):
+    composed(model, "both", "augmentation=[mixup,cutmix]", "augmentation.mixup.alpha=0.8")
+    composed(model, "other", "augmentation=[mixup,cutmix]", "augmentation.mixup.alpha=0.4")
+    result = script("runs", "outputs", "--against", "alpha=0.8")
+    assert_refused(result, "augmentation.mixup.alpha", "augmentation.cutmix.alpha")
+    _, text = table("--against", "mixup.alpha=0.8")
+    assert "compared with" in text
+
+
+def test_what_comes_with_a_name_is_shown_if_it_could_be_another(model: Run):
+    """tau applies to both rows, so they differ in it as well, and are no pair."""
+    composed(model, "htm", "augmentation=[htm]", f"{TAU}=0.2")
+    composed(model, "both", "augmentation=[mixup,htm]", f"{TAU}=2", top1=70.0)
+    numbers, text = table("--against", "mixing=htm")
+    titles, *rows = cells(text)
+    assert "tau" in titles
+    assert {row[titles.index("tau")] for row in rows} == {"0.2", "2"}
+    assert numbers.difference.isna().all()
+
+
+def test_a_method_is_compared_with_its_absence(model: Run):
+    """Its settings do not apply to the other row: they are no difference of their own."""
+    composed(model, "none", "augmentation=[]")
+    composed(model, "htm", "augmentation=[htm]", f"{TAU}=0.2", top1=70.0)
+    numbers, _ = table("--against", "mixing=none")
+    assert numbers.difference.notna().sum() == 1
+
+
+def test_columns_have_names_that_are_unique(model: Run):
+    words = ("model=timm", "model.architecture=resnet18", "model.image_size=32")
+    words = tuple(word for word in words if "embed" not in word)
+    for name, n in (("a", 1), ("b", 2)):
+        folder = write(model, name, {}, top1_last=50.0 + n)
+        options = (f"+model.options.n={n}", f"+dataset.options.n={n + 2}")
+        config = asdict(config_of(words, options, "augmentation=[]"))
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    _, text = table()
+    titles, *rows = cells(text)
+    assert titles[: titles.index("n")] == ["model.options.n", "dataset.options.n"]
+    assert [row[:2] for row in rows] == [["1", "3"], ["2", "4"]]
 
 
 # --- an override of all rows ---------------------------------------------------------------------
@@ -155,20 +216,6 @@ def test_studies_of_one_stem_have_files_of_their_own():
     assert not found[0] & found[1]
     assert "table1.md" not in found[2]
     assert not any(name.endswith(".html") for names in found for name in names)
-
-
-def test_a_part_of_the_paper_has_a_page_of_its_own():
-    narrow = ("model.embed_dim=16", "model.depth=4", "model.image_size=20", "device=cpu")
-    folder = Path("outputs/smoke/report")
-    assert_succeeded(script("reproduce", "table1/cifar10_htm", "scale=smoke", narrow))
-    assert not (folder / "table1.html").exists()
-    assert len([*folder.glob("table1-*.html")]) == 1
-    shutil.copytree("outputs/smoke", "runs")
-    shutil.rmtree("runs/report")
-    words = ("--scale", "smoke", "--outputs", "runs", narrow)
-    assert_succeeded(script("report", words))
-    assert not Path("runs/report/index.html").exists()
-    assert len([*Path("runs/report").glob("all-*.html")]) == 1
 
 
 # --- words ---------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def _figures(part: Part, table: Table) -> Iterator[Picture]:
     lines = [line for section in table.main_sections for line in section.finished]
     for title, place in part.study.figures.items():
         row, _, name = place.partition("/")
-        runs = [run for line in lines if line.entry.id.row == row for run in line.runs]
+        runs = [run for line in lines if line.row.name == row for run in line.runs]
         drawn = [run.path / name for run in runs if (run.path / name).exists()]
         if drawn:
             yield Picture(title, as_text(drawn[0]))

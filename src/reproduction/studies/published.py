@@ -10,8 +10,8 @@ from reproduction.folder import RunFolder
 from reproduction.identity import run_hash
 from reproduction.studies.page import HOW_TO_READ
 from reproduction.studies.results import config_of, published_config, read_store
+from reproduction.studies.rows import study_table
 from reproduction.studies.study import FULL, Study, part_of, read
-from reproduction.studies.study_table import study_table
 from reproduction.studies.table import as_markdown
 from reproduction.studies.text import formatted
 from reproduction.system import UserError, write_text

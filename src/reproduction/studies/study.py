@@ -5,6 +5,7 @@ A row is a cell, or a sweep if it lists values: then each combination of them is
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -239,11 +240,17 @@ def cells(name: str, study: Study) -> list[Cell]:
 
 
 def swept_texts(words: Sequence[str]) -> list[str]:
-    """Returns swept words without the groups of their keys, unless two keys then look alike."""
-    names = [last_part(key_of(word)) for word in words]
-    if len({*names}) < len(names):
-        names = [key_of(word) for word in words]
+    """Returns swept words by the short names of their keys."""
+    names = short_names([key_of(word) for word in words])
     return [f"{name}={word.partition('=')[2]}" for name, word in zip(names, words, strict=True)]
+
+
+def short_names(keys: Sequence[str]) -> list[str]:
+    """Returns keys without their groups, unless two of them then look alike."""
+    names = [last_part(key) for key in keys]
+    if len({*names}) < len(names):
+        return [*keys]
+    return names
 
 
 def value_of(word: str) -> Any:
@@ -290,6 +297,17 @@ class Part:
     def row_hashes(self) -> dict[str, str]:
         """What the runs of the seeds of each cell share, by its label."""
         return {label: row_hash(config) for label, config in self.configs.items()}
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """What a table shows of each cell, by its label; of equal texts also the row's name."""
+        places = Counter((cell.settings.column, cell.text) for cell in self.cells)
+        found = {}
+        for cell in self.cells:
+            found[cell.label] = cell.text
+            if places[cell.settings.column, cell.text] > 1:
+                found[cell.label] = f"{cell.text} ({cell.row})"
+        return found
 
     @property
     def num_runs(self) -> int:

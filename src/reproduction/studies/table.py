@@ -8,9 +8,9 @@ from typing import Any
 
 import pandas as pd
 
-from reproduction.studies.lines import Line
 from reproduction.studies.results import MEASURES, Counted
-from reproduction.studies.text import NOTHING, columns_of, formatted
+from reproduction.studies.statistics import Line
+from reproduction.studies.text import NOTHING, columns_of, formatted, value_text
 from reproduction.system import write_text
 
 REPORT = "report"  # the folder of tables beside the runs
@@ -38,7 +38,7 @@ class Section:
 def frame_of(lines: Sequence[Line]) -> pd.DataFrame:
     """Returns lines as text, without columns that have nothing to show."""
     texts = pd.DataFrame([columns_of(line) for line in lines])
-    empty = texts.columns[(texts == NOTHING).all()].difference([*lines[0].entry.heads])
+    empty = texts.columns[(texts == NOTHING).all()].difference([*lines[0].row.heads])
     means = [formatted(line.mean, line.outcome.spec) for line in lines]
     repeated = [x for x in LIKE_THE_MEAN if x in texts and texts[x].tolist() == means]
     return texts.drop(columns=[*empty, *repeated])
@@ -91,7 +91,7 @@ class Table:
     def all_notes(self) -> list[str]:
         notes = [*self.notes]
         missing = [line for section in self.main_sections for line in section.missing]
-        not_run = [line for line in missing if line.entry.row_hash]  # the others are quoted
+        not_run = [line for line in missing if line.row.row_hash]  # the others are quoted
         if not_run:
             notes.append(f"rows without a finished run: {len(not_run)}")
         return [*notes, *notes_of(self.counted)]
@@ -112,22 +112,22 @@ class Table:
 
 def numbers_of(line: Line) -> dict[str, Any]:
     """Returns a line by the columns of a .csv file."""
-    entry = line.entry
+    row = line.row
     return {
-        "study": entry.id.study,
-        "row": entry.id.row,
-        **dict(entry.id.swept),
-        "column": entry.id.column,
+        "study": row.study,
+        "row": row.name,
+        **{key: value_text(value) for key, value in row.values.items()},
+        "column": row.column,
         "outcome": line.outcome.measure,
         "half": line.outcome.split,
         "n": line.n,
         "mean": line.mean,
         "std": line.std,
         "printed": line.printed,
-        "compared_with": entry.against_text,
+        "compared_with": row.against_text,
         **asdict(line.comparison),
-        "role": entry.role,
-        "state": entry.status_text,
+        "role": row.role,
+        "state": row.status_text,
         **{name: line.mean_of(name) for name in MEASURES},
     }
 

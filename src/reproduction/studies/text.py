@@ -1,12 +1,13 @@
 """Numbers, settings and the lines of a table as text, made of them at the very end."""
 
 import math
+from enum import Enum
 from typing import Any
 
 import pandas as pd
 
-from reproduction.studies.lines import Line
 from reproduction.studies.results import ON_TEST, ON_VALIDATION, Outcome
+from reproduction.studies.statistics import Line
 
 NOTHING = "-"
 ACCURACIES = {  # beside those after the last epoch
@@ -39,14 +40,30 @@ def p_text(p: float) -> str:
     return formatted(p, ".3f")
 
 
+class Missing(Enum):
+    """What a row has in place of the value of a setting. Null is a value."""
+
+    ABSENT = "not set"
+    DOES_NOT_APPLY = NOTHING  # such as tau without HTM
+
+
+def order_of(value: Any) -> tuple[bool, float, str]:
+    """By what values are sorted: numbers by size, then the others by their text."""
+    if isinstance(value, int | float):
+        return False, float(value), ""
+    return True, 0.0, value_text(value)
+
+
 def value_text(value: Any) -> str:
-    """Formats a setting as on the command line, and a missing one as a dash."""
+    """Formats a setting as on the command line."""
+    if isinstance(value, Missing):
+        return value.value
+    if value is None:
+        return "null"
     if isinstance(value, list):
         return f"[{','.join(map(value_text, value))}]"
     if isinstance(value, bool):
         return str(value).lower()
-    if pd.isna(value):
-        return NOTHING
     if not isinstance(value, float):
         return str(value)
     short = f"{value:.10g}"
@@ -59,13 +76,14 @@ def value_text(value: Any) -> str:
 def columns_of(line: Line) -> dict[str, str]:
     """Returns title -> text of each column; all lines of a section have the same titles."""
     outcome, comparison = line.outcome, line.comparison
-    found = {**line.entry.heads, "n": str(line.n)}
+    found = {title: value_text(value) for title, value in line.row.heads.items()}
+    found["n"] = str(line.n)
     found[f"{outcome.title} [{outcome.unit}]"] = spread(line.judged, outcome.spec)
     if outcome == ON_VALIDATION:
         found["test top-1 [%]"] = spread(line.values(ON_TEST.name), ON_TEST.spec)
     found["paper [%]"] = formatted(line.printed, ".2f")
     found["mixed [%]"] = mixed(line)
-    found["compared with"] = line.entry.against_text or NOTHING
+    found["compared with"] = line.row.against_text or NOTHING
     found["pairs"] = formatted(comparison.pairs, ".0f")
     found[f"difference [{outcome.gap}]"] = formatted(comparison.difference, f"+{outcome.spec}")
     if line.is_main:
@@ -77,10 +95,10 @@ def columns_of(line: Line) -> dict[str, str]:
     if line.is_main:
         found["p"] = p_text(comparison.p)
         # "untested" or "primary" stands in place of the corrected p
-        found["p (Holm)"] = line.entry.role or p_text(comparison.p_holm)
+        found["p (Holm)"] = line.row.role or p_text(comparison.p_holm)
     if outcome.measure == "loss":
         found["lower in"] = NOTHING
-        if line.entry.against is not None:
+        if line.row.against is not None:
             found["lower in"] = f"{comparison.below} of {comparison.pairs}"
     if line.is_main:
         found |= _of_the_runs(line)
@@ -94,7 +112,7 @@ def _of_the_runs(line: Line) -> dict[str, str]:
         found[title] = formatted(line.mean_of(measure), ".2f")
     found["tokens"] = formatted(line.mean_of("mixed_tokens"), ".1f")
     found["hours"] = formatted(line.n * line.mean_of("seconds") / 3600, ".1f")
-    found["status"] = line.entry.status_text or NOTHING
+    found["status"] = line.row.status_text or NOTHING
     return found
 
 
