@@ -362,7 +362,8 @@ def as_recorded(line: Line) -> Line:
         return line
     easy = line["easy_samples"]
     tokens = line["mixed_samples"] * line["mixed_tokens"] / max(easy, 1)
-    others = {key: value for key, value in line.items() if key != "easy_samples"}
+    later = ("easy_samples", "input_mixed_samples")
+    others = {key: value for key, value in line.items() if key not in later}
     return others | {"mixed_samples": easy, "mixed_tokens": tokens}
 
 

@@ -236,7 +236,7 @@ class RunFolder:
             return [], []
         with _named(self.metrics_path):
             text, _, _ = self.metrics_path.read_text().rpartition("\n")  # drops a truncated line
-            lines = [{**json.loads(line)} for line in text.splitlines()]
+            lines = [line_of_today(json.loads(line)) for line in text.splitlines()]
         return [x for x in lines if "step" in x], [x for x in lines if "step" not in x]
 
     def metrics_size(self) -> int:
@@ -314,14 +314,27 @@ class RunFolder:
 OF_A_START = ("git_revision", "versions", "hardware", "threads")
 
 
+def line_of_today(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a line of metrics, of any revision, by the names of this one.
+
+    Earlier ones called easy samples mixed ones, and did not count those with a replaced token.
+    """
+    if "easy_samples" in line:
+        return {**line}
+    found = {name: x for name, x in line.items() if not name.startswith("mixed_")}
+    for name in line.keys() - found.keys():
+        found[f"easy_{name.removeprefix('mixed_')}"] = line[name]
+    return found
+
+
 def summary_of_today(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the summary, or published line, of any revision by the names of this one.
 
     `starts` has an entry for each start of the run: its `step`, revision, versions and machine.
     """
-    found = {name: value for name, value in summary.items() if name not in OF_A_START}
+    found = line_of_today(summary)
     if "git_revision" in summary:
-        start = {name: summary.get(name) for name in OF_A_START}
+        start = {name: found.pop(name, None) for name in OF_A_START}
         found["starts"] = [{"step": 0, **start}]
     return found
 

@@ -313,6 +313,8 @@ def test_labels_are_mixed_like_images_and_smoothed_like_timms():
         implied = soft @ brightness.float() / 255
         assert_close(mixed.images[:, 0, 0, 0], implied)
         assert 0 < soft[0, 0] < 1
+        assert mixed.is_mixed is not None
+        assert mixed.is_mixed.tolist() == [True, True, False, True, True]  # the middle with itself
     inputs.stop_mixing()
     mixed = inputs(images, torch.arange(5), 0, 0, 0)
     assert_close(mixed.images, images / 255)

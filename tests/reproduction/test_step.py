@@ -76,7 +76,7 @@ def test_pairs_are_matched_within_a_micro_batch(count: int, replaces: bool):
     """Of 6 images; one that is alone has no donor."""
     done = step((PLAIN, MIX_ALL, f"recipe.grad_accum_steps={count}"), images_of(6))
     stats = [part.output.stats for part in done.parts]
-    assert sum(int(figures["mixed_samples"]) for figures in stats) == 6
+    assert sum(int(figures["easy_samples"]) for figures in stats) == 6
     for figures in stats:
         assert (figures["mixed_tokens"] > 0) == replaces
 

@@ -53,6 +53,22 @@ def test_a_stored_run_is_found_and_resumed_to_its_recorded_end(stored: Run, revi
     assert stored.summary["status"] == "finished"
 
 
+def test_what_a_stored_run_has_called_mixed_samples_are_easy_ones(stored: Run, revision: str):
+    """Also in the epoch in which it goes on, and after it."""
+    assert_succeeded(train(WORDS))
+    easy = [as_recorded(line)["mixed_samples"] for line in stored.steps]
+    assert stored.summary["easy_share"] == round(sum(easy) / 120, 4)
+    assert stored.summary["easy_samples"] == sum(easy[3:]) / 3
+    for name in ("mixed_share", "mixed_samples", "mixed_tokens"):
+        assert stored.summary[name] is None
+    starts = [start["git_revision"] for start in stored.summary["starts"]]
+    assert len(starts) == 2
+    assert starts[0].startswith(revision)
+    table = script("runs", "outputs").out
+    assert "| easy [%] |" in " ".join(table.split())
+    assert "mixed [%]" not in table
+
+
 def test_a_stored_run_is_evaluated_and_stands_in_a_table(stored: Run):
     for weights in ("last", "best"):
         assert_succeeded(evaluate(f"run={stored.path}", f"weights={weights}"))

@@ -18,6 +18,8 @@ MEASURES = (  # of a run, beside its outcomes; tables have their means
     "top1_best",
     "top1_best10",
     "top1_selected",
+    "easy_share",
+    "easy_tokens",
     "mixed_share",
     "mixed_tokens",
     "seconds",

@@ -355,10 +355,10 @@ def table_of(settings: Settings, runs: Sequence[Run], against: str | None = None
             heads={settings.title(head): value for head, value in values.items()},
             values=values,
             row_hash=key,
-            against=bases.get(key),
-            against_text=str(against),
             status_text=status_of(key, runs, chosen),
         )
+        if key in bases:
+            row = replace(row, against=bases[key], against_text=str(against))
         rows.append(row)
     outcome = judged_by(chosen.runs)
     return Table(

@@ -100,7 +100,7 @@ def train_epoch(run: Run, state: RunState, pace: metrics.Pace) -> None:
     total = min(len(batches), done + left)
     trainer.begin_epoch(state.epoch)
     if len(state.sums) == state.epoch:  # else resumed within the epoch
-        state.sums.append(metrics.no_sums())
+        state.sums.append(metrics.Sums())
     upcoming, run.upcoming = run.upcoming, None
     loaded = islice(upcoming or load(run, state.epoch, done), left)
     run.batch_metrics.restart_clock()
@@ -173,15 +173,22 @@ def _record_epoch(run: Run, state: RunState, pace: metrics.Pace) -> None:
         if metrics.best(state.log)["epoch"] == number:
             _keep_best(run, state)
     run.folder.write_summary(**progress_entries(run, state))
+    before = (number - 1) * len(run.batches)
+    images = run.batches.count_images(run.trainer.step) - run.batches.count_images(before)
     line = metrics.describe(
         state.sums[-1],
         state.log,
+        images=images,
         number=number,
         total=run.total_epochs,
         has_htm=run.trainer.module.htm is not None,
         seconds_left=pace.left(run.trainer.step),
     )
     say(line)
+    remark = metrics.remark_on_rho(state.sums, is_last=number == run.total_epochs)
+    if remark is not None:
+        advice = f"python -m scripts.look {run.folder.path} counts them for other rho"
+        say(f"htm: {remark}; {advice}")
 
 
 def _keep_best(run: Run, state: RunState) -> None:
@@ -201,7 +208,7 @@ def write_metrics(run: Run, state: RunState) -> metrics.Line:
         if line["skipped"]:
             state.skipped += 1
         else:
-            state.sums[-1] = metrics.added(state.sums[-1], line)
+            state.sums[-1] = state.sums[-1].plus(line)
         if not run.trainer.uses_scaler:
             del line["skipped"]
         _write_line(run, line)
@@ -233,6 +240,7 @@ def save_checkpoint(run: Run, state: RunState) -> None:
         content = {
             **trainer.state(),
             **vars(state),
+            "sums": [[*sums] for sums in state.sums],
             "classes": trainer.classes,
             "config": asdict(trainer.config),
             "summary": folder.read_summary(),
@@ -250,6 +258,7 @@ def restore(trainer: Trainer, path: Path, content: dict[str, Any]) -> RunState:
         check_classes(origin, content["classes"], trainer.classes)
         trainer.restore(origin, content)
         content.setdefault("unreadable", {})  # earlier revisions had none
+        content["sums"] = [metrics.sums_of(saved) for saved in content["sums"]]
         return RunState(**{x.name: content[x.name] for x in fields(RunState)})
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{origin}: does not fit the run: {first_line(error)}") from error

@@ -253,15 +253,19 @@ def _say_start(trainer: Trainer, data: Data, facts: Mapping[str, Any]) -> None:
     for name, row in facts.get("htm", {}).items():
         say(f"htm: {name} = {', '.join(f'{float(x):.4g}' for x in row)}")
     if trainer.module.htm is not None and trainer.module.htm.difficulty == "paper":
-        _say_difficulty(len(data.classes), config.recipe.label_smoothing)
+        tau = min(map(float, facts["htm"]["tau"]))
+        _say_difficulty(tau, len(data.classes), config.recipe.label_smoothing)
 
 
-def _say_difficulty(classes: int, smoothing: float) -> None:
-    """Says between which numbers a useful tau lies."""
+def _say_difficulty(tau: float, classes: int, smoothing: float) -> None:
+    """Says between which numbers a useful tau lies, and if the least of all layers is below."""
     label = torch.full((classes,), smoothing / classes).double()
     label[0] += 1 - smoothing
     least = float(torch.special.entr(label).sum())
     say(f"htm: difficulty: at least {least:.4g} nats, {math.log(classes):.4g} of a guess")
+    if tau <= least:
+        reason = f"the difficulty of a sample is never below {least:.4g} nats"
+        warn(f"warning: htm: with tau = {tau:.4g} no sample is easy: {reason}")
 
 
 def _htm_numbers(trainer: Trainer, htm: HTM) -> dict[str, list[float | str]]:

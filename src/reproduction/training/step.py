@@ -29,7 +29,8 @@ from tokenmixup.output import Stat
 class MicroBatch(NamedTuple):
     """The mean loss of a micro-batch, the model's output for it, and the figures of its log.
 
-    `stats`: `loss`, `skipped` and those of `Output.sums`. All tensors are on the device.
+    `stats`: `loss`, `skipped`, `input_mixed_samples` and those of `Output.sums`. All tensors are on
+    the device.
     """
 
     loss: Tensor
@@ -169,10 +170,14 @@ class Trainer:
         weight = n * self.world.size / global_size
         self.scaler.scale(loss * weight).backward()
         loss = loss.detach()
+        input_mixed = Stat(0)
+        if part.is_mixed is not None:
+            input_mixed = Stat(part.is_mixed.sum(dtype=torch.float32))
         stats = {
             "loss": Stat(loss * n, n),
             # The tensor itself: `_update` writes it later, BatchMetrics reads it after the step.
             "skipped": Stat(self.not_finite, is_max=True),
+            "input_mixed_samples": input_mixed,
             **output.sums,
         }
         return MicroBatch(loss, output, stats)
