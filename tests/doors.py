@@ -43,6 +43,7 @@ from reproduction.models.build import (
     without_weights,
 )
 from reproduction.models.cct import CCT  # noqa: F401
+from reproduction.studies.study import planned
 from scripts import bench
 from tokenmixup import TokenMixup
 
@@ -388,6 +389,12 @@ def value_of(word: str) -> Any:
     """The value that a word of a command line gives to its key."""
     (value,) = with_words({}, [word]).values()
     return value
+
+
+def report_name(study: str, seeds: int | None, scale: str, *words: Words) -> str:
+    """The name of the files to which a command writes the table of its study."""
+    _, (part,) = planned(study, seeds, scale, line_of(words))
+    return part.file
 
 
 def dry(*words: Words) -> tuple[dict[str, Any], str]:

@@ -215,6 +215,8 @@ def config_of(tree: DictConfig, words: Sequence[str] = ()) -> Config:
     """Returns the configuration of a tree; UserError for what is not allowed, missing or unread."""
     with hydra_errors(*words):
         raw: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    if "experiment" in raw:  # whose content would be that of all groups
+        raise UserError("experiment: its file must begin with the line `# @package _global_`")
     stack = raw["augmentation"]
     chosen = stack.pop("chosen", {})  # from the files of the methods in the list
     for name in stack.keys() - chosen.keys() - {"off_epoch"}:

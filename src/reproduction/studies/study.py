@@ -330,8 +330,7 @@ class Part:
         if place not in PAPERS:
             path = Path(place).resolve()
             place = str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
-        of = [place, self.row_hashes, self.seeds, self.scale, sorted(self.more)]
-        return f"{stem}-{digest(of)}"
+        return f"{stem}-{digest([place, self.row_hashes, self.seeds, self.scale])}"
 
     @property
     def about(self) -> list[str]:
