@@ -24,8 +24,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     from reproduction.studies.plots import draw_runs
-    from reproduction.studies.results import read_runs
     from reproduction.studies.rows import runs_table
+    from reproduction.studies.runs import read_runs
 
     table = runs_table(read_runs(*args.folders), args.against)
     say(table.markdown())

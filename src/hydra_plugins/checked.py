@@ -101,6 +101,9 @@ class PointSweeper(BasicSweeper):
     All points are checked before the first one starts, or listed.
     """
 
+    def __init__(self, params: dict[str, str] | None = None):
+        super().__init__(max_batch_size=None, params=params)
+
     def sweep(self, arguments: list[str]) -> Any:
         assert self.config is not None and self.launcher is not None
         HydraConfig.instance().set_config(self.config)
@@ -141,7 +144,7 @@ class StudySweeper(PointSweeper):
     """The runs of a study, seed by seed, with `arguments` as overrides of all of them."""
 
     def __init__(self, **words: Any):
-        super().__init__(max_batch_size=None)
+        super().__init__()
         self.words = words
 
     def planned(self, arguments: list[str]) -> Sweep:

@@ -285,8 +285,8 @@ def check_choices(whole: DictConfig) -> None:
         return
     own: Any = HydraConfig.get()
     for name in ("launcher", "sweeper"):
-        chosen = whole.hydra[name]._target_
-        if chosen != own[name]._target_:
+        chosen = OmegaConf.to_container(whole.hydra[name])
+        if chosen != OmegaConf.to_container(own[name]):
             reason = f"a point of the sweep chooses {chosen}, which the command must"
             raise UserError(f"hydra/{name}={own[name]._target_}: {reason}")
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from reproduction.config import SOURCES, Command, Config, validated
@@ -179,13 +179,3 @@ def changes(ours: Config, theirs: Config) -> list[str]:
         for key in sorted(one | other)
         if one.get(key) != other.get(key)
     ]
-
-
-@dataclass(frozen=True)
-class RowId:
-    """What identifies a row of a table, whatever its text."""
-
-    study: str = ""  # as typed: table1, or the path of a file
-    row: str = ""  # its name in the study
-    swept: tuple[tuple[str, str], ...] = ()  # keys and values, of a row that is a sweep
-    column: str = ""

@@ -17,10 +17,9 @@ from reproduction.identity import digest
 from reproduction.models.build import build_module, count_parameters, without_weights
 from reproduction.reporting.drawing import CAPTIONS
 from reproduction.studies.plots import draw_beside, draw_sweep
-from reproduction.studies.results import Run
+from reproduction.studies.runs import Run
 from reproduction.studies.study import Part, PrintedModel
-from reproduction.studies.table import REPORT, Table, frame_of
-from reproduction.studies.text import formatted
+from reproduction.studies.table import REPORT, Table, formatted, frame_of
 from reproduction.system import write_text
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")

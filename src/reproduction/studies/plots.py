@@ -11,8 +11,7 @@ import pandas as pd
 from reproduction.reporting.drawing import BLUE, GREEN, ORANGE, VERMILION, figure
 from reproduction.studies.statistics import Line
 from reproduction.studies.study import short_names
-from reproduction.studies.table import Section, Table
-from reproduction.studies.text import formatted, order_of, value_text
+from reproduction.studies.table import Section, Table, formatted, heads_of, order_of, value_text
 
 COLORS = (ORANGE, VERMILION, GREEN)  # of rows across, in turns
 OURS: Any = {"color": BLUE, "fmt": "o", "capsize": 3, "linewidth": 1.5}
@@ -81,7 +80,7 @@ def _draw_across(axes: Any, line: Line, color: str) -> None:
 def draw_map(path: Path, lines: Sequence[Line]) -> None:
     """Draws the means over two settings as a heat map with their values."""
     down, across = lines[0].row.heads
-    rows = pd.DataFrame([{**texts_of(line), "mean": line.mean} for line in lines])
+    rows = pd.DataFrame([{**heads_of(line), "mean": line.mean} for line in lines])
     means = rows.pivot(index=down, columns=across, values="mean")
     means = means.reindex(index=ordered(lines, down), columns=ordered(lines, across))
     values = means.to_numpy(dtype=float)
@@ -98,10 +97,6 @@ def draw_map(path: Path, lines: Sequence[Line]) -> None:
         axes.set_xlabel(across)
         axes.spines[:].set_visible(False)
         axes.figure.colorbar(image, label=axis_of(lines))
-
-
-def texts_of(line: Line) -> dict[str, str]:
-    return {title: value_text(value) for title, value in line.row.heads.items()}
 
 
 def ordered(lines: Sequence[Line], title: str) -> list[str]:

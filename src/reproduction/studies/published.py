@@ -9,11 +9,10 @@ import pandas as pd
 from reproduction.folder import RunFolder
 from reproduction.identity import run_hash
 from reproduction.studies.page import HOW_TO_READ
-from reproduction.studies.results import config_of, published_config, read_store
 from reproduction.studies.rows import study_table
+from reproduction.studies.runs import config_of, published_config, read_store
 from reproduction.studies.study import FULL, Study, part_of, read
-from reproduction.studies.table import as_markdown
-from reproduction.studies.text import formatted
+from reproduction.studies.table import as_markdown, formatted
 from reproduction.system import UserError, write_text
 
 COPIED = (  # from summary.json into a line of results/
@@ -92,7 +91,7 @@ def _quoted(study: Study) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def publish(run: Path, file: Path) -> None:
+def publish(run: Path, file: Path) -> Path:
     """Adds the line of a finished run of a study to its .jsonl, in place of one of the same run."""
     folder = RunFolder(run.resolve())
     _, points = part_of(str(file), read(file), None, FULL, [])
@@ -116,3 +115,4 @@ def publish(run: Path, file: Path) -> None:
         lines = path.read_text().splitlines()
     others = [text for text in lines if run_hash(config_of(json.loads(text))) != own_hash]
     write_text(path, "\n".join([*others, json.dumps(line)]) + "\n")
+    return path

@@ -12,7 +12,7 @@ import pandas as pd
 
 from reproduction.compose import Point, last_part, parsed, readable
 from reproduction.identity import digest, row_hash, run_hash
-from reproduction.studies.results import (
+from reproduction.studies.runs import (
     OUTCOMES,
     STACK_KEY,
     Counted,
@@ -24,8 +24,16 @@ from reproduction.studies.results import (
 )
 from reproduction.studies.statistics import Line, Row, lines_of
 from reproduction.studies.study import Part, Study
-from reproduction.studies.table import REPORT, Section, Table
-from reproduction.studies.text import Missing, judged_on, order_of, value_text
+from reproduction.studies.table import (
+    REPORT,
+    TITLES,
+    Missing,
+    Section,
+    Table,
+    judged_on,
+    order_of,
+    value_text,
+)
 from reproduction.system import UserError
 
 LATENCY = "latency.json"  # of scripts/latency.py, beside the tables
@@ -170,7 +178,6 @@ def look(study: Study, num_rows: int, runs: Sequence[Run]) -> tuple[Sequence[int
 NAMES = ("model.name", "dataset.name", STACK_KEY)
 METHODS = "augmentation."  # group of what is mixed, which is shown even if it comes with a name
 FREE = ("dataset.options.", "model.options.")  # groups that may have any key
-TITLES = ("n", "p", "pairs", "tokens", "hours", "status", "paper")  # of other columns
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from reproduction.studies.results import Outcome, Run
+from reproduction.studies.runs import Outcome, Run
 
 LEAST_PAIRS = 3  # for a test: with two, the 95 % interval is +-12.7 standard errors
 
