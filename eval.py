@@ -27,10 +27,11 @@ from typing import Any
 
 from reproduction.compose import check_named, compose, expand, readable, text_of, with_words
 from reproduction.config import Config, validated
+from reproduction.errors import UserError, one_line_errors, say
 from reproduction.folder import RunFolder
 from reproduction.help import hydra_errors
 from reproduction.identity import digest, settings_of_evaluation
-from reproduction.system import UserError, is_first_rank, one_line_errors, say
+from reproduction.machine import is_first_rank
 
 OWN = ("run", "weights", "checkpoint", "predictions", "images", "export")
 OF_A_RUN = ("device", "devices", "dataset", "recipe.precision")

@@ -17,8 +17,8 @@ import torch
 from reproduction.compose import Point
 from reproduction.config import Config, Dataset
 from reproduction.data.sources import opened
+from reproduction.errors import Parser, PlainError, one_line_errors, say
 from reproduction.studies.study import FULL, planned
-from reproduction.system import Parser, PlainError, one_line_errors, say
 from reproduction.training.ranks import resolve_device
 from scripts import positive
 from scripts.bench import in_turns, machine, training_step

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from reproduction.system import Parser, one_line_errors, say
+from reproduction.errors import Parser, one_line_errors, say
 
 
 @one_line_errors()

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from reproduction.errors import Parser, one_line_errors, say
+from reproduction.files import write_text
 from reproduction.studies.study import FULL, SCALES, planned
 from reproduction.sweep import Sweep
-from reproduction.system import Parser, one_line_errors, say, write_text
 from scripts import positive
 
 

@@ -13,7 +13,7 @@ import sys
 
 from reproduction.application import application
 from reproduction.compose import in_quotes
-from reproduction.system import say
+from reproduction.errors import say
 from train import main as train
 
 OF_SWEEPER = ("seeds=", "scale=")

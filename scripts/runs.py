@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from reproduction.system import Parser, UserError, one_line_errors, say, write_text
+from reproduction.errors import Parser, UserError, one_line_errors, say
+from reproduction.files import write_text
 
 
 @one_line_errors()

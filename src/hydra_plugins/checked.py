@@ -16,9 +16,9 @@ from omegaconf import DictConfig
 from reproduction.application import Notes
 from reproduction.compose import Point, command_of, planned_point
 from reproduction.config import StudyWords, validated
+from reproduction.errors import Interrupted, OneLineError, PlainError, UserError, first_line, say
 from reproduction.jobs import in_processes, objective, train_here
 from reproduction.sweep import Sweep, check_choice
-from reproduction.system import Interrupted, OneLineError, PlainError, UserError, first_line, say
 
 
 class CheckedLauncher(Launcher):

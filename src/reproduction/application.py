@@ -18,21 +18,21 @@ from omegaconf import DictConfig, OmegaConf
 
 from reproduction.compose import Point, command_of, config_of, point_of, readable, typed_words
 from reproduction.config import validated
-from reproduction.help import help_text, hydra_errors, key_of
-from reproduction.identity import run_hash
-from reproduction.jobs import objective, train_here
-from reproduction.sweep import Sweep, check_choice
-from reproduction.system import (
+from reproduction.errors import (
     Interrupted,
     OneLineError,
     PlainError,
     Stopped,
     UserError,
-    launched_ranks,
     one_line_errors,
     say,
-    write_text,
 )
+from reproduction.files import write_text
+from reproduction.help import help_text, hydra_errors, key_of
+from reproduction.identity import run_hash
+from reproduction.jobs import objective, train_here
+from reproduction.machine import launched_ranks
+from reproduction.sweep import Sweep, check_choice
 
 REFUSED = {  # keys of Hydra that would move what a run writes, with the reasons against it
     "hydra.run.dir": "output_root and name choose the folder of a run",

@@ -33,10 +33,11 @@ from reproduction.config import (
     Dataset,
     validated,
 )
+from reproduction.errors import UserError
 from reproduction.folder import RunFolder, find
 from reproduction.help import TEXT, allowed, hydra_errors, key_of
 from reproduction.identity import changes_result, name_hash, run_hash
-from reproduction.system import UserError, launched_ranks
+from reproduction.machine import launched_ranks
 
 PRIMARY = "train"  # configuration, of conf/
 SEED = re.compile(r"seed=\d+")  # a word that changes nothing but the seed

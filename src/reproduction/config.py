@@ -22,7 +22,8 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from reproduction.system import UserError, in_one_line, local_ranks, usable_cores
+from reproduction.errors import UserError, in_one_line
+from reproduction.machine import local_ranks, usable_cores
 from tokenmixup import HTM, VTM, ManifoldMixup
 from tokenmixup.settings import LARGEST, built
 

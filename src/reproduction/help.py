@@ -15,8 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
 from reproduction.config import CONF_DIR, Command, Config
+from reproduction.errors import OneLineError, UserError
 from reproduction.identity import flat
-from reproduction.system import OneLineError, UserError
 from tokenmixup import HTM, VTM, ManifoldMixup
 from tokenmixup.settings import allowed_of
 

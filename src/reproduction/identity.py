@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from reproduction.config import SOURCES, Command, Config, validated
-from reproduction.system import UserError
+from reproduction.errors import UserError
 
 # Keys that do not change a result, and so not the identity of a run.
 NOT_RESULT = (

@@ -13,7 +13,8 @@ from types import FrameType
 
 from reproduction.compose import Point, line_of_words
 from reproduction.config import TRAIN
-from reproduction.system import CORES, OneLineError, PlainError, UserError, say, usable_cores
+from reproduction.errors import OneLineError, PlainError, UserError, say
+from reproduction.machine import CORES, usable_cores
 
 Environment = dict[str, str]
 

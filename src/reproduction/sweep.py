@@ -15,11 +15,12 @@ from hydra.core.utils import env_override
 
 from reproduction.compose import Point, expand, last_part, planned_point, readable
 from reproduction.config import SOURCES, Config, Dataset, StudyWords, ViT, check_new
+from reproduction.errors import OneLineError, UserError, program, say, warn
 from reproduction.folder import find
 from reproduction.help import key_of
 from reproduction.identity import row_hash
+from reproduction.machine import is_first_rank
 from reproduction.studies.study import PAPERS, Part, planned
-from reproduction.system import OneLineError, UserError, is_first_rank, program, say, warn
 
 if TYPE_CHECKING:  # imports pandas
     from reproduction.studies.runs import Run

@@ -13,6 +13,7 @@ import torch
 from jinja2 import Environment
 
 from reproduction.compose import compose
+from reproduction.files import write_text
 from reproduction.identity import digest
 from reproduction.models.build import build_module, count_parameters, without_weights
 from reproduction.reporting.drawing import CAPTIONS
@@ -20,7 +21,6 @@ from reproduction.studies.plots import draw_beside, draw_sweep
 from reproduction.studies.runs import Run
 from reproduction.studies.study import Part, PrintedModel
 from reproduction.studies.table import REPORT, Table, formatted, frame_of
-from reproduction.system import write_text
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 HOW_TO_READ = """\

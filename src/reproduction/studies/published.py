@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from reproduction.errors import UserError
+from reproduction.files import write_text
 from reproduction.folder import RunFolder
 from reproduction.identity import run_hash
 from reproduction.studies.page import HOW_TO_READ
@@ -13,7 +15,6 @@ from reproduction.studies.rows import study_table
 from reproduction.studies.runs import config_of, published_config, read_store
 from reproduction.studies.study import FULL, Study, part_of, read
 from reproduction.studies.table import as_markdown, formatted
-from reproduction.system import UserError, write_text
 
 COPIED = (  # from summary.json into a line of results/
     "seed",

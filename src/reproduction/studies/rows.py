@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from reproduction.compose import Point, last_part, parsed, readable
+from reproduction.errors import UserError
 from reproduction.identity import digest, row_hash, run_hash
 from reproduction.studies.runs import (
     OUTCOMES,
@@ -34,7 +35,6 @@ from reproduction.studies.table import (
     order_of,
     value_text,
 )
-from reproduction.system import UserError
 
 LATENCY = "latency.json"  # of scripts/latency.py, beside the tables
 REFERENCE = "attention"  # of the ratios of latencies

@@ -17,9 +17,9 @@ from pydantic import BeforeValidator, Field
 
 from reproduction.compose import Point, compose, expand, last_part, parsed, planned_point, readable
 from reproduction.config import ROOT, Config, Count, FolderName, Fraction, Whole, schema, validated
+from reproduction.errors import UserError
 from reproduction.help import GROUPS, key_of
 from reproduction.identity import changes_result, digest, row_hash, run_hash
-from reproduction.system import UserError
 
 PAPER_FOLDER = Path(__file__).parent / "paper"
 PAPERS = (

@@ -12,9 +12,9 @@ from typing import Any
 
 import pandas as pd
 
+from reproduction.files import write_text
 from reproduction.studies.runs import MEASURES, ON_TEST, ON_VALIDATION, Counted, Outcome
 from reproduction.studies.statistics import Line
-from reproduction.system import write_text
 
 REPORT = "report"  # the folder of tables beside the runs
 MOST_NAMED = 5  # runs that are not counted

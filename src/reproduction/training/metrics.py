@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from reproduction.system import PlainError
+from reproduction.errors import PlainError
 from reproduction.training.ranks import World
 from reproduction.training.stop import ADVICE
 from tokenmixup.output import Stat
