@@ -10,18 +10,17 @@ from typing import Any
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job
-from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig
 
 from reproduction.application import Notes
 from reproduction.compose import Point, command_of, planned_point
 from reproduction.config import StudyWords, validated
-from reproduction.errors import Interrupted, OneLineError, PlainError, UserError, first_line, say
+from reproduction.errors import say
 from reproduction.jobs import in_processes, objective, train_here
-from reproduction.sweep import Sweep, check_choice
+from reproduction.sweep import PointLauncher, Sweep, check_choice, error_of
 
 
-class CheckedLauncher(Launcher):
+class CheckedLauncher(PointLauncher):
     """Trains points on this machine, in turn or `jobs` at a time, that were all checked before."""
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
@@ -85,16 +84,6 @@ class CheckedLauncher(Launcher):
         )
 
 
-def error_of(end: JobReturn) -> OneLineError | None:
-    """Returns the error of a job; None of one that has not failed."""
-    if end.status != JobStatus.FAILED:
-        return None
-    error = end._return_value
-    if isinstance(error, OneLineError):
-        return error
-    return PlainError(first_line(error))
-
-
 class PointSweeper(BasicSweeper):
     """Every value by every other, as Hydra's own sweeper, for any launcher.
 
@@ -117,22 +106,7 @@ class PointSweeper(BasicSweeper):
             return []
         sweep = sweep.only(command.task)
         sweep.check()
-        errors = []
-        try:
-            if isinstance(self.launcher, CheckedLauncher):
-                ends = self.launcher.train(sweep.points, command.task or 0)
-            else:
-                words = [planned.words_of_job for planned in sweep.points]
-                ends = iter(self.launcher.launch(words, 0))
-            for planned, end in zip(sweep.points, ends, strict=True):
-                error = error_of(end)
-                # another process may have held the lock, and finished the run meanwhile
-                is_done = isinstance(error, UserError) and planned.folder.is_finished()
-                if error is not None and not is_done:
-                    errors.append(error)
-        except KeyboardInterrupt as interrupt:
-            line = f"interrupted; {sweep.points[0].config.how_to_continue}"
-            errors.append(Interrupted(str(interrupt) or line))
+        errors = sweep.launch(self.launcher, command.task or 0)
         sweep.conclude(errors)
         return []
 

@@ -5,17 +5,28 @@ writes, it has at the end; nothing is read a second time.
 """
 
 import sys
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hydra.core.utils import env_override
+from hydra.core.utils import JobReturn, JobStatus, env_override
+from hydra.plugins.launcher import Launcher
 
 from reproduction.compose import Point, expand, last_part, planned_point, readable
 from reproduction.config import SOURCES, Config, Dataset, StudyWords, ViT, check_new
-from reproduction.errors import OneLineError, UserError, program, say, warn
+from reproduction.errors import (
+    Interrupted,
+    OneLineError,
+    PlainError,
+    UserError,
+    first_line,
+    program,
+    say,
+    warn,
+)
 from reproduction.folder import find
 from reproduction.help import key_of
 from reproduction.identity import row_hash
@@ -33,6 +44,24 @@ PLACES = {  # of data sets that are downloaded, in their root
     f"{SOURCES}:cifar10": "cifar-10-batches-py",
     f"{SOURCES}:cifar100": "cifar-100-python",
 }
+
+
+class PointLauncher(Launcher):
+    """A launcher of ours: it gets points, and not their words."""
+
+    @abstractmethod
+    def train(self, points: Sequence[Point], first: int) -> Iterator[JobReturn]:
+        """Trains points, the first of this number, and yields how each one ended."""
+
+
+def error_of(end: JobReturn) -> OneLineError | None:
+    """Returns the error of a job; None of one that has not failed."""
+    if end.status != JobStatus.FAILED:
+        return None
+    error = end._return_value
+    if isinstance(error, OneLineError):
+        return error
+    return PlainError(first_line(error))
 
 
 @dataclass(frozen=True)
@@ -68,6 +97,25 @@ class Sweep:
     def check(self) -> None:
         """Raises UserError for a point that cannot run, before the first one starts."""
         check(self.points)
+
+    def launch(self, launcher: Launcher, first: int = 0) -> list[OneLineError]:
+        """Lets a launcher train the points, from this number on, and returns their errors."""
+        errors = []
+        try:
+            if isinstance(launcher, PointLauncher):
+                ends = launcher.train(self.points, first)
+            else:
+                ends = iter(launcher.launch([point.words_of_job for point in self.points], first))
+            for point, end in zip(self.points, ends, strict=True):
+                error = error_of(end)
+                # another process may have held the lock, and finished the run meanwhile
+                is_done = isinstance(error, UserError) and point.folder.is_finished()
+                if error is not None and not is_done:
+                    errors.append(error)
+        except KeyboardInterrupt as interrupt:
+            line = f"interrupted; {self.points[0].config.how_to_continue}"
+            errors.append(Interrupted(str(interrupt) or line))
+        return errors
 
     def conclude(self, errors: Sequence[OneLineError]) -> None:
         """Tells errors, writes the tables, and ends the program unless all runs are finished."""
