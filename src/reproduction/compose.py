@@ -40,7 +40,7 @@ from reproduction.identity import changes_result, name_hash, run_hash
 from reproduction.machine import launched_ranks
 
 PRIMARY = "train"  # configuration, of conf/
-SEED = re.compile(r"seed=\d+")  # a word that changes nothing but the seed
+OF_A_POINT = re.compile(r"seed=\d+|row='[^$]*'")  # words that change nothing but their key
 # keys that default_name does not write as key=value: its head or its -s<seed> says them
 IN_THE_NAME = ("seed", "model", "dataset", "augmentation", "experiment")
 OF_ALL_POINTS = Command.__annotations__.keys() - {"row"}  # not for the job of one point
@@ -176,40 +176,46 @@ def typed_words(own: Any, part: str = "task") -> list[str]:
 
 @lru_cache(maxsize=1024)
 def _composed(primary: str, words: tuple[str, ...]) -> tuple[DictConfig, DictConfig]:
-    """Returns what Hydra makes of these words, with and without its own node. Not to be changed."""
+    """Returns what Hydra makes of these words, and its own node apart. Neither is to be changed."""
     with config_loader() as loader:
-        whole = loader.load_configuration(primary, [*words], RunMode.RUN, from_shell=False)
-    return whole, OmegaConf.masked_copy(whole, [str(key) for key in whole if key != "hydra"])
+        tree = loader.load_configuration(primary, [*words], RunMode.RUN, from_shell=False)
+    own = tree.hydra
+    with open_dict(tree):
+        del tree["hydra"]
+    return tree, own
 
 
 def composed(words: Sequence[str]) -> tuple[DictConfig, DictConfig]:
-    """Returns the tree of these words, with Hydra's node and without, but for their seed.
+    """Returns the tree of these words and Hydra's node, but for their seed and row.
 
-    Those that differ by their seed alone are composed once.
+    Those that differ in these alone are composed once.
     """
-    primary = PRIMARY
-    of_hydra: list[str] = []
-    if GlobalHydra.instance().is_initialized():  # in train.py
-        own: Any = HydraConfig.get()
-        primary = own.job.config_name
-        of_hydra = typed_words(own, "hydra")
-    others = [word for word in words if not SEED.fullmatch(word)]
+    others = [word for word in words if not OF_A_POINT.fullmatch(word)]
     with hydra_errors(*words):
-        return _composed(primary, (*of_hydra, *others))
+        if not GlobalHydra.instance().is_initialized():
+            return _composed(PRIMARY, tuple(others))
+        own: Any = HydraConfig.get()  # of train.py
+        tree, node = _composed(own.job.config_name, (*typed_words(own, "hydra"), *others))
+    for name in ("launcher", "sweeper"):
+        chosen = OmegaConf.to_container(node[name])
+        if chosen != OmegaConf.to_container(own[name]):
+            reason = f"a point of the sweep chooses {chosen}, which the command must"
+            raise UserError(f"hydra/{name}={own[name]._target_}: {reason}")
+    return tree, node
 
 
-def with_seed(tree: DictConfig, words: Sequence[str]) -> DictConfig:
-    """Returns a copy of a tree with the seed of these words."""
-    seeds = [word for word in words if SEED.fullmatch(word)]
-    merged: Any = OmegaConf.merge(tree, with_words({}, seeds))
+def tree_of(words: Sequence[str]) -> DictConfig:
+    """Returns the tree of these words, a copy."""
+    tree, _ = composed(words)
+    own = [word for word in words if OF_A_POINT.fullmatch(word)]
+    merged: Any = OmegaConf.merge(tree, with_words({}, own))
     return merged
 
 
 def compose(words: Sequence[str]) -> Config:
     """Returns the configuration of these words; UserError for anything wrong with one of them."""
     words = [readable(word) for word in words]
-    _, tree = composed(words)
-    return config_of(with_seed(tree, words), words)
+    return config_of(tree_of(words), words)
 
 
 def config_of(tree: DictConfig, words: Sequence[str] = ()) -> Config:
@@ -255,8 +261,10 @@ class Point:
 
     def job(self, master: DictConfig, number: int) -> DictConfig:
         """Returns its tree as a job of a sweep, whose tree is `master`, for Hydra's `run_job`."""
-        whole, _ = composed(self.words)
-        tree = with_seed(whole, self.words)
+        tree = tree_of(self.words)
+        _, own = composed(self.words)
+        with open_dict(tree):
+            tree.hydra = own
         OmegaConf.copy_cache(from_config=master, to_config=tree)
         with open_dict(tree):
             tree.hydra.mode = RunMode.MULTIRUN
@@ -271,25 +279,12 @@ def planned_point(words: Sequence[str], label: str = "") -> Point:
     words = [*words]
     if label:
         words.append(f"row={in_quotes(label)}")  # point_of reads it
-    whole, tree = composed(words)
-    check_choices(whole)
+    _, own = composed(words)
     with hydra_errors(*words):
-        environment: Any = OmegaConf.to_container(whole.hydra.job.env_set, resolve=True)
+        environment: Any = OmegaConf.to_container(own.job.env_set, resolve=True)
     with env_override(environment):
-        planned = point_of(with_seed(tree, words), words)
+        planned = point_of(tree_of(words), words)
     return replace(planned, environment=environment)
-
-
-def check_choices(whole: DictConfig) -> None:
-    """Raises UserError for a launcher or sweeper that the files of a single point choose."""
-    if not GlobalHydra.instance().is_initialized():
-        return
-    own: Any = HydraConfig.get()
-    for name in ("launcher", "sweeper"):
-        chosen = OmegaConf.to_container(whole.hydra[name])
-        if chosen != OmegaConf.to_container(own[name]):
-            reason = f"a point of the sweep chooses {chosen}, which the command must"
-            raise UserError(f"hydra/{name}={own[name]._target_}: {reason}")
 
 
 def point_of(tree: DictConfig, words: Sequence[str]) -> Point:
