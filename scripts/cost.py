@@ -16,6 +16,7 @@ import torch
 
 from reproduction.compose import Point
 from reproduction.config import Config, Dataset
+from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import opened
 from reproduction.errors import Parser, PlainError, one_line_errors, say
 from reproduction.studies.study import FULL, planned
@@ -73,7 +74,8 @@ def cost(point: Point, device: str) -> dict[str, Any]:
     """Returns the row of a run, but for how many there are of it."""
     config = point.config
     images = images_of(config.dataset)
-    in_all = config.recipe.epochs * (images.train + images.held_out / 3)
+    trained = TrainingBatches(config, images.train, rank=0, ranks=1).epoch_images
+    in_all = config.recipe.epochs * (trained + images.held_out / 3)
     row = {"batch": config.recipe.batch_size}
     row |= speed(point.words, config, images.classes, device)
     return row | {"hours": in_all / row["images/s"] / 3600}

@@ -51,7 +51,9 @@ COUNTED_DEFAULTS = {  # of keys that are in the hash of every run
 }
 # A new key of the schema is entered here, with the value by which runs are what they were before
 # it. At this value it is in no hash, so that their folders keep their names.
-FIRST_DEFAULTS: dict[str, Any] = {}
+FIRST_DEFAULTS: dict[str, Any] = {
+    "recipe.drop_last": False,
+}
 
 
 def saved(raw: Mapping[str, Any]) -> Config:

@@ -21,6 +21,7 @@ LOSSES = FIXTURES / "frozen_losses.yaml"
 TEN = """
     dataset.limit=40 recipe.batch_size=8 recipe.epochs=2 recipe.log_every=5 recipe.lr=0.01
     recipe.warmup_epochs=0 device=cpu dataset.workers=0 dataset.eval_limit=10
+    recipe.drop_last=false
 """
 SMALL = "model.embed_dim=32"
 BOTH = "augmentation=[htm,vtm] augmentation.htm.tau=2.35 augmentation.htm.rho=0.0002"

@@ -288,9 +288,12 @@ def test_labels_of_cutmix_by_area_are_read_and_others_refused_by_name(here: Path
     assert_refused(evaluate("run=outputs/mine"), "augmentation.cutmix.labels=attention")
 
 
-NAMES = {  # of folders at revision 2e7fa4c
-    "": "cct_2_3x2-digits-htm+vtm-s0-6b0816a9",
-    "experiment=table1/cifar100_htm": "table1-cifar100_htm-s0-433c13f2",
+AS_BEFORE = "recipe.drop_last=false"
+NAMES = {  # of folders at revision 2e7fa4c, with what then went without saying
+    AS_BEFORE: "cct_2_3x2-digits-htm+vtm-drop_last=false-s0-6b0816a9",
+    f"experiment=table1/cifar100_htm {AS_BEFORE}": (
+        "table1-cifar100_htm-drop_last=false-s0-433c13f2"
+    ),
 }
 
 

@@ -27,7 +27,7 @@ WORDS = words_of("""
     model.embed_dim=8 dataset.limit=60 dataset.eval_limit=60 recipe.batch_size=20
     recipe.epochs=2 recipe.ema_decay=0.8 recipe.log_every=1 recipe.lr=0.01
     augmentation=[mixup,cutmix,htm,vtm] augmentation.htm.tau=2.4 augmentation.htm.rho=0
-    checkpoint.every_epochs=1 device=cpu dataset.workers=0 resume=auto
+    checkpoint.every_epochs=1 device=cpu dataset.workers=0 resume=auto recipe.drop_last=false
 """)
 
 

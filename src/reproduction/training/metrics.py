@@ -5,7 +5,6 @@ A line is one of metrics.jsonl: of a batch, or of an epoch that was evaluated, w
 
 import math
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from functools import cache
 from statistics import median
@@ -14,9 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from reproduction.errors import PlainError
 from reproduction.training.ranks import World
-from reproduction.training.stop import ADVICE
 from tokenmixup.output import Stat
 
 Line = dict[str, Any]
@@ -64,7 +61,7 @@ class BatchMetrics:
     def _on_device(self, value: Tensor | float | None) -> Tensor:
         if isinstance(value, Tensor):
             return value
-        return _constant(float(value or 0), self.world.device)  # None: of a total without divisor
+        return constant(float(value or 0), self.world.device)  # None: of a total without divisor
 
     def fetch(self) -> tuple[list[Line], float]:
         """Returns a line for each collected batch, over all ranks, and the seconds of all."""
@@ -97,28 +94,28 @@ class BatchMetrics:
 
 
 @cache
-def _constant(value: float, device: torch.device) -> Tensor:
+def constant(value: float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """A number on the device, which is kept, since to make one launches a kernel."""
-    return torch.full((), value, device=device)
+    return torch.full((), value, dtype=dtype, device=device)
 
 
-def until_diverged(lines: list[Line], uses_scaler: bool) -> Iterator[Line]:
-    """Yields the lines; PlainError, with the step, at the first one that ends the run.
+def until_diverged(lines: list[Line], uses_scaler: bool) -> tuple[list[Line], str]:
+    """Returns the lines before the first one that ends the run, and why that one does, or "".
 
-    A line has `skipped` = 1 if its loss or a gradient is not finite. float16's scaler, if it is
-    used, has then skipped the update, and the run goes on, as long as the loss is finite.
+    A line has `skipped` = 1 if a loss or gradient is not finite: nothing was updated. For float16's
+    scaler, if it is used, this is normal, as long as the loss is finite.
     """
-    for line in lines:
+    for index, line in enumerate(lines):
         reason = ""
-        if math.isnan(line.get("gain_max", 0.0)):  # a GPU raises no exception for it
+        if not math.isfinite(line.get("gain_max", 0.0)):  # a GPU raises no exception for it
             reason = "the saliency gain is not finite: the model has diverged"
         elif not math.isfinite(line["loss"]):
             reason = f"the loss is {line['loss']}"
         elif line["skipped"] and not uses_scaler:
             reason = "the gradient is not finite"
         if reason:
-            raise PlainError(f"step {line['step']}: {reason}; {ADVICE}")
-        yield line
+            return lines[:index], reason
+    return lines, ""
 
 
 class Sums(NamedTuple):

@@ -119,9 +119,9 @@ def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
                 results = fit(run, state)
                 status = "finished"
             except Stopped:  # on all ranks after the same step
+                write_metrics(run, state)  # first: the checkpoint counts their bytes
                 if world.is_main:
                     say(f"stopping after step {run.trainer.step} (a second Ctrl-C: at once)")
-                write_metrics(run, state)  # first: the checkpoint counts their bytes
                 save_checkpoint(run, state)
                 raise
             except Exception as error:
@@ -168,7 +168,7 @@ def set_up(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Run
             facts["starts"] = folder.read_summary().get("starts", [])
         facts["starts"] += [_start(trainer)]
         facts |= origin
-        _say_start(trainer, data, facts)
+        _say_start(trainer, data, batches, facts)
     run = _assembled(trainer, folder, data, batches)
     # The folder last: what is refused above, such as a logger's settings, leaves it as it was.
     if world.is_main:
@@ -219,7 +219,9 @@ def _assembled(
     )
 
 
-def _say_start(trainer: Trainer, data: Data, facts: Mapping[str, Any]) -> None:
+def _say_start(
+    trainer: Trainer, data: Data, batches: loaders.TrainingBatches, facts: Mapping[str, Any]
+) -> None:
     """Says what is trained, and which settings are allowed but probably mistakes."""
     config, world = trainer.config, trainer.world
     verb = f"resuming after step {trainer.step}" if trainer.step else "training"
@@ -235,6 +237,10 @@ def _say_start(trainer: Trainer, data: Data, facts: Mapping[str, Any]) -> None:
     if world.size > 1:
         device = f"{world.size} ranks on {device}"
     say(f"{verb}: {config.model.name} on {', '.join(images)}, {mixing}, {device}")
+    left_out = len(data.train) - batches.epoch_images
+    if left_out:
+        others = f"{left_out:,} images that fill no batch of {config.recipe.batch_size}"
+        say(f"each epoch leaves out {others}, other ones each time: recipe.drop_last=true")
     for remark in data.remarks:
         warn(f"warning: {remark}")
     if facts.get("initial_weights") is not None:
