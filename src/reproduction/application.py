@@ -19,7 +19,6 @@ from omegaconf import DictConfig, OmegaConf
 from reproduction.compose import Point, command_of, config_of, point_of, readable, typed_words
 from reproduction.config import validated
 from reproduction.errors import (
-    Interrupted,
     OneLineError,
     PlainError,
     Stopped,
@@ -200,11 +199,8 @@ def concluding() -> Iterator[None]:
     try:
         yield
         conclude_noted(None)
-    except OneLineError as failure:
+    except (OneLineError, KeyboardInterrupt) as failure:
         conclude_noted(failure)
-        raise
-    except KeyboardInterrupt as interrupt:
-        conclude_noted(Interrupted(str(interrupt) or "interrupted"))
         raise
     finally:
         remove_empty(sweep_folder())
@@ -218,16 +214,20 @@ def sweep_folder() -> Path | None:
     return Path(tree.hydra.sweep.dir)
 
 
-def conclude_noted(failure: OneLineError | None) -> None:
+def conclude_noted(failure: OneLineError | KeyboardInterrupt | None) -> None:
     """Concludes the sweep of the jobs that have noted themselves, if there are any."""
     folder = sweep_folder()
     if folder is None:
         return
     points, errors = Notes(folder).take()
-    if failure is not None and str(failure) not in map(str, errors):
+    if not points:
+        return
+    sweep = Sweep(points)
+    if isinstance(failure, KeyboardInterrupt):
+        errors.append(sweep.interrupted_by(failure))
+    elif failure is not None and str(failure) not in map(str, errors):
         errors.append(failure)
-    if points:
-        Sweep(points).conclude(errors)
+    sweep.conclude(errors)
 
 
 def remove_empty(folder: Path | None) -> None:

@@ -113,9 +113,13 @@ class Sweep:
                 if error is not None and not is_done:
                     errors.append(error)
         except KeyboardInterrupt as interrupt:
-            line = f"interrupted; {self.points[0].config.how_to_continue}"
-            errors.append(Interrupted(str(interrupt) or line))
+            errors.append(self.interrupted_by(interrupt))
         return errors
+
+    def interrupted_by(self, interrupt: KeyboardInterrupt) -> Interrupted:
+        """Returns the error of a sweep that a signal has ended."""
+        line = f"interrupted; {self.points[0].config.how_to_continue}"
+        return Interrupted(str(interrupt) or line)
 
     def conclude(self, errors: Sequence[OneLineError]) -> None:
         """Tells errors, writes the tables, and ends the program unless all runs are finished."""

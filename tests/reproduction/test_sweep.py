@@ -14,6 +14,7 @@ import yaml
 
 from tests.doors import (
     ROOT,
+    SHORT,
     SMALL,
     Run,
     assert_refused,
@@ -25,6 +26,7 @@ from tests.doors import (
     train,
     trained,
 )
+from tests.images import OWN, disturbed
 from tests.reproduction.finished import write
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -342,6 +344,18 @@ def test_a_sweeper_that_is_not_ours_ends_in_its_table_after_a_failed_run(launche
     assert "is kept as failed" in result.err
     assert "report/lr-" in result.out
     assert [path.name for path in Path("outputs/.sweeps").glob("*/*")] == ["multirun.yaml"]
+
+
+@pytest.mark.parametrize("launcher", [[], ["hydra/launcher=basic"]], ids=["ours", "another"])
+def test_a_sweeper_that_is_not_ours_ends_in_its_table_after_ctrl_c(launcher: list[str]):
+    words = ("-m", "hydra/sweeper=basic", launcher, "seed=0,1", OWN, SHORT, "resume=auto")
+    with disturbed("SIGINT", at=70):
+        result = train(words)
+    assert result.status == 130
+    assert "0 of " in result.out
+    assert "1 interrupted" in result.out
+    assert "repeat the command" in result.err
+    assert_succeeded(train(words), "2 of 2 runs are finished")
 
 
 def test_a_launcher_that_a_single_point_chooses_is_refused():
