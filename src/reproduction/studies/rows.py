@@ -187,38 +187,38 @@ class Settings:
     by_row: Mapping[str, Mapping[str, Any]]
 
     @cached_property
-    def keys(self) -> list[str]:
-        """All settings; not a group that is null in one row and has settings in another."""
+    def values(self) -> dict[str, dict[str, Any]]:
+        """The value of each setting in each row.
+
+        Not of a group that is null in one row and has settings in another.
+        """
         found = dict.fromkeys(key for row in self.by_row.values() for key in row)
         groups = {key.rpartition(".")[0] for key in found}
-        return [key for key in found if key not in groups]
-
-    def value(self, row: str, key: str) -> Any:
-        settings = self.by_row[row]
-        if key in settings:
-            return settings[key]
-        return Missing.ABSENT if key.startswith(FREE) else Missing.DOES_NOT_APPLY
-
-    def values(self, key: str) -> dict[str, Any]:
-        """Returns the value of a setting in each row."""
-        return {row: self.value(row, key) for row in self.by_row}
+        values: dict[str, dict[str, Any]] = {}
+        for key in found:
+            missing = Missing.ABSENT if key.startswith(FREE) else Missing.DOES_NOT_APPLY
+            if key not in groups:
+                values[key] = {row: x.get(key, missing) for row, x in self.by_row.items()}
+        return values
 
     def follows(self, key: str, head: str) -> bool:
         """Whether two keys are of one group, and the value of `head` tells that of the other."""
         if key.partition(".")[0] != head.partition(".")[0]:
             return False
-        pairs = {(repr(self.value(row, head)), repr(self.value(row, key))) for row in self.by_row}
+        ours, theirs = self.values[key], self.values[head]
+        pairs = {(repr(theirs[row]), repr(ours[row])) for row in self.by_row}
         return len(pairs) == len({first for first, _ in pairs})
 
+    @cached_property
     def heads(self) -> tuple[list[str], list[str]]:
-        """Returns the keys that tell each row from every other one, and those that follow them.
+        """The keys that tell each row from every other one, and those that follow them.
 
         What comes with the name of a model or a data set is in neither.
         """
         heads = list[str]()
         following = list[str]()
-        for key in self.keys:
-            applying = {repr(x) for x in self.values(key).values() if x != Missing.DOES_NOT_APPLY}
+        for key, values in self.values.items():
+            applying = {repr(x) for x in values.values() if x != Missing.DOES_NOT_APPLY}
             if len(applying) < 2:
                 continue
             owners = [head for head in heads if self.follows(key, head)]
@@ -226,23 +226,23 @@ class Settings:
                 heads.append(key)
             elif owners[0] not in NAMES:
                 following.append(key)
-        for key in self.keys:
-            shown = {tuple(repr(self.value(row, head)) for head in heads) for row in self.by_row}
+        for key, values in self.values.items():
+            shown = {repr([self.values[head][row] for head in heads]) for row in self.by_row}
             if len(shown) == len(self.by_row):
                 break
-            if key not in heads and len({repr(x) for x in self.values(key).values()}) > 1:
+            if key not in heads and len({repr(x) for x in values.values()}) > 1:
                 heads.append(key)
         return heads, following
 
     def in_order(self, heads: Sequence[str]) -> list[str]:
         """Returns the rows in the order of these values."""
         return sorted(
-            self.by_row, key=lambda row: [order_of(self.value(row, head)) for head in heads]
+            self.by_row, key=lambda row: [order_of(self.values[head][row]) for head in heads]
         )
 
     def named(self, name: str) -> list[str]:
         """Returns the settings whose last parts are this name."""
-        return [key for key in self.keys if f".{key}".endswith(f".{name}")]
+        return [key for key in self.values if f".{key}".endswith(f".{name}")]
 
     def title(self, key: str) -> str:
         """Returns the shortest name that no other setting and no other column has."""
@@ -263,14 +263,13 @@ class Settings:
         known = self.named(name)
         if len(known) > 1:
             raise UserError(f"against={against}: {name} may be {' or '.join(known)}")
-        heads, _ = self.heads()
         text = text_of_value(typed)
         having = []
         if known:
-            values = self.values(known[0])
-            having = [row for row in values if value_text(values[row]) == text]
+            having = [row for row, x in self.values[known[0]].items() if value_text(x) == text]
         if not having:
-            each = {f"{key}={value_text(x)}": 0 for key in heads for x in self.values(key).values()}
+            heads, _ = self.heads
+            each = {f"{key}={value_text(x)}": 0 for key in heads for x in self.values[key].values()}
             raise UserError(f"against={against}: must be one of {', '.join(each) or 'none'}")
         bases = {}
         for row in self.by_row:
@@ -281,11 +280,7 @@ class Settings:
 
     def differ_in(self, row: str, other: str) -> set[str]:
         """Returns the keys in which two rows differ; a name stands for what comes with it."""
-        found = set()
-        for key in self.keys:
-            ours, theirs = self.value(row, key), self.value(other, key)
-            if repr(ours) != repr(theirs):
-                found.add(key)
+        found = {key for key, x in self.values.items() if repr(x[row]) != repr(x[other])}
         for name in found.intersection(NAMES):
             others = found - {name}
             found -= {key for key in others if self.comes_with(key, name, row, other)}
@@ -297,7 +292,7 @@ class Settings:
         A setting of a method does if the other row does not have the method.
         """
         if name == STACK_KEY:
-            both = (self.value(row, key), self.value(other, key))
+            both = (self.values[key][row], self.values[key][other])
             return key.startswith(METHODS) and Missing.DOES_NOT_APPLY in both
         return self.follows(key, name)
 
@@ -326,7 +321,7 @@ def sweep_table(points: Sequence[Point], runs: Sequence[Run]) -> Table:
     """Returns the table of a sweep, whose files are named after the keys and all of its runs."""
     settings = Settings({row_hash(x.config): row_settings(x.config) for x in points})
     table = table_of(settings, runs)
-    heads, _ = settings.heads()
+    heads, _ = settings.heads
     shared = [word for word in points[0].words if all(word in point.words for point in points)]
     words = ", ".join(f"`{word}`" for word in shared) or "the defaults"
     keys = ", ".join(f"`{name}`" for name in heads) or "seeds"
@@ -340,13 +335,13 @@ def sweep_table(points: Sequence[Point], runs: Sequence[Run]) -> Table:
 def table_of(settings: Settings, runs: Sequence[Run], against: str | None = None) -> Table:
     """Returns the table of these rows, whose columns are the settings in which they differ."""
     chosen = counted(runs)
-    heads, following = settings.heads()
+    heads, following = settings.heads
     bases: dict[str, str] = {}
     notes = []
     common = [name for name in NAMES if name not in heads]
     if common:
         (first, *_) = settings.by_row
-        notes.append(", ".join(value_text(settings.value(first, name)) for name in common))
+        notes.append(", ".join(value_text(settings.values[name][first]) for name in common))
     if following:
         notes.append(f"differs as well: {', '.join(following)}")
     if against is not None:
@@ -356,7 +351,7 @@ def table_of(settings: Settings, runs: Sequence[Run], against: str | None = None
         notes.append(f"rows that are not compared: {others}; {reason}")
     rows = []
     for key in settings.in_order(heads):
-        values = {head: settings.value(key, head) for head in heads}
+        values = {head: settings.values[head][key] for head in heads}
         row = Row(
             key=key,
             heads={settings.title(head): value for head, value in values.items()},
