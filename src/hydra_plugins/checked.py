@@ -37,11 +37,11 @@ class CheckedLauncher(PointLauncher):
             "dry_run", "task", reason=f"{own.sweeper._target_} lists no points beforehand"
         )
         sweep = Sweep([planned_point(words) for words in job_overrides])
+        check_choice(sweep.points, own.sweeper._target_)
+        sweep.check()
         notes = Notes(Path(own.sweep.dir))
         for number, planned in enumerate(sweep.points, initial_job_idx):
             notes.add(number, planned)
-        check_choice(sweep.points, own.sweeper._target_)
-        sweep.check()
         ends = [*self.train(sweep.points, initial_job_idx)]
         for number, end in enumerate(ends, initial_job_idx):
             error = error_of(end)
