@@ -29,7 +29,17 @@ MORE = {  # file of the library -> what it alone may import
     "attention_kernel": {"triton"},
 }
 STANDARD = {"collections", "contextlib", "dataclasses", "functools", "importlib", "inspect"}
-STANDARD |= {"itertools", "math", "numbers", "operator", "re", "typing", "warnings"}
+STANDARD |= {
+    "itertools",
+    "math",
+    "numbers",
+    "operator",
+    "random",
+    "re",
+    "types",
+    "typing",
+    "warnings",
+}
 
 
 def imports(path: Path) -> Iterator[str]:

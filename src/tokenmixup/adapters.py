@@ -253,9 +253,14 @@ def _own_way(model: Any, adapter: Adapter) -> str | None:
             return "way to pool (global_pool='')"
         return None
     names_prefix = hasattr(model, "num_prefix_tokens") or hasattr(model, "blocks_token_only")
-    if names_prefix or adapter.num_prefix_tokens > 0 or not has_class_token(model):
-        return None
-    return "class token"
+    own = None
+    if names_prefix or adapter.num_prefix_tokens > 0:
+        return own
+    if patch_embed_of(model, adapter) is None:  # which would tell how many tokens are patches
+        own = "way to make tokens (no patch_embed)"
+    if has_class_token(model):
+        own = "class token"
+    return own
 
 
 def check_unwrapped(model: Any) -> None:

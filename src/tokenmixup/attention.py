@@ -28,26 +28,29 @@ class AttentionMap:
     scale: float = 1.0  # of the scores
     weights: Tensor | None = None  # b h .. q k, after softmax
 
-    def probabilities(self, queries: int | None = None, keys: int | None = None) -> Tensor:
-        """Returns the map of the first queries over the first keys; each row sums to 1.
+    def of(self, samples: int) -> "AttentionMap":
+        """Returns the map of the first samples."""
+        parts = (self.q, self.k, self.mask, self.weights)
+        q, k, mask, weights = (x if x is None else x[:samples] for x in parts)
+        return AttentionMap(q, k, mask, self.scale, weights)
+
+    def probabilities(self, queries: int | None = None) -> Tensor:
+        """Returns the map of the first queries; each row sums to 1.
 
         Or to 0, if `mask` hides all of its keys. In float32 or wider, since scores could overflow
         float16.
         """
         if self.weights is not None:
-            weights = self.weights[..., :queries, :keys]
-            weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
-            if weights.shape[-1] == self.weights.shape[-1]:
-                return weights
-            return weights / weights.sum(dim=-1, keepdim=True)
+            weights = self.weights[..., :queries, :]
+            return weights.to(torch.promote_types(weights.dtype, torch.float32))
         assert self.q is not None and self.k is not None  # as there are no weights
-        q, k = self.q[..., :queries, :], self.k[..., :keys, :]
+        q = self.q[..., :queries, :]
         # decorated, a method could not be compiled by torch 2.11
         with torch.no_grad(), without_autocast(q.device.type):
-            scores = _scores(q, k, self.scale)
+            scores = _scores(q, self.k, self.scale)
             if self.mask is None:
                 return scores.softmax(dim=-1)
-            mask = self.mask[..., :keys]
+            mask = self.mask
             if mask.shape[-2] > 1:
                 mask = mask[..., :queries, :]
             if mask.dtype == torch.bool:
@@ -57,13 +60,13 @@ class AttentionMap:
             sees_none = scores.isneginf().all(dim=-1, keepdim=True)
             return scores.softmax(dim=-1).masked_fill(sees_none, 0)  # as fused attention
 
-    def received(self, queries: int | None = None, keys: int | None = None) -> Tensor:
+    def received(self, queries: int | None = None) -> Tensor:
         """Returns what each key receives, `b .. k`: the mean over heads and queries."""
         if self.q is not None and self.k is not None and self.mask is None:
-            q, k = self.q[..., :queries, :], self.k[..., :keys, :]
-            if _has_kernel(q, k):
-                return received_on_device(q, k, self.scale)
-        return self.probabilities(queries, keys).mean(dim=(1, -2))
+            q = self.q[..., :queries, :]
+            if _has_kernel(q, self.k):
+                return received_on_device(q, self.k, self.scale)
+        return self.probabilities(queries).mean(dim=(1, -2))
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:

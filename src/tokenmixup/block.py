@@ -12,8 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from tokenmixup.adapters import Adapter
+from tokenmixup.kept import unchanged
 from tokenmixup.settings import HTM, VTM
-from tokenmixup.watch import Watching
+from tokenmixup.watch import (
+    NOT_FUSED,
+    Attended,
+    AttendedMemory,
+    MapSeen,
+    Refused,
+    Sight,
+    Watching,
+)
 
 Forward = Callable[..., Any]  # of a module, which has arguments and output of its own
 
@@ -29,6 +38,7 @@ class BlockInput:
     name: str
     input_gradient: Tensor | None = None  # b h w, its magnitude
     grid: tuple[int, int] | None = None  # rows and columns of patches, if known
+    sight: Sight = field(default_factory=Sight)  # of the block, once it is proved
     # the names of the blocks whose map was read; copies by `with_tokens` share this list
     watched: list[str] = field(default_factory=list)
 
@@ -56,24 +66,16 @@ class BlockInput:
         """Returns a copy with other tokens, of the shape of its own or `b n d`."""
         return replace(self, args=(x.view(self.tokens.shape), *self.args[1:]))
 
-    def watching(
-        self,
-        keeps_map: bool = True,
-        only_map: bool = False,
-        memory_indices: Tensor | None = None,
-        hides_memory: bool = False,
-    ) -> Watching:
-        """Returns what sees the map that the block computes on these tokens."""
+    def watching(self, **more: Any) -> Watching:
+        """Returns what sees the attention that the block computes on these tokens."""
         self.watched.append(self.name)
         return Watching(
             name=self.name,
             b=len(self.tokens),
             n=self.num_tokens,
             any_shape=self.adapter.geometry is not None,
-            keeps_map=keeps_map,
-            only_map=only_map,
-            memory_indices=memory_indices,
-            hides_memory=hides_memory,
+            sight=self.sight,
+            **more,
         )
 
 
@@ -115,7 +117,7 @@ def check_tokens(plan: Plan, args: tuple[Any, ...], b: int, width: int | None = 
     """Raises ValueError unless the first argument of a block is tokens."""
     x = args[0] if args else None
     shape = list(x.shape) if isinstance(x, Tensor) else []
-    is_grid = len(shape) == 4 and plan.vtm is None  # a memory needs b n d, to be appended to
+    is_grid = len(shape) == 4 and plan.vtm is None  # a memory's tokens are b m d
     are_tokens = (len(shape) == 3 or is_grid) and shape[0] == b
     if not are_tokens or width not in (None, shape[-1]):
         found = shape or type(x).__name__
@@ -130,68 +132,100 @@ def run_watched(
     entry: BlockInput,
     memory: Memory | None = None,
     keeps_map: bool = True,
-    hides_memory: bool = False,
 ) -> tuple[Any, Watching]:
-    """Runs a block on its own tokens and a memory's; the latter are keys and values only.
+    """Runs a block, whose attention also gets the keys and values of a memory (Eq. 13).
 
-    Returns its output, of n tokens or, if no residual sum was cut to these, of n + m; and what has
-    seen its map.
+    Returns its output, and what has seen its attention.
     """
-    args = entry.args
-    kwargs = entry.kwargs
-    indices = None
+    attended = None
     if memory is not None:
-        indices = torch.cat(memory.indices, dim=1)
-        args = (torch.cat([entry.tokens, *memory.tokens], dim=1), *args[1:])
-        if kwargs.get("rope") is not None:  # timm's EVA, DINOv3 and others: rotary positions
-            rope = _rope_of_all(kwargs["rope"], indices, entry.adapter.num_prefix_tokens)
-            kwargs = {**kwargs, "rope": rope}
-    watching = entry.watching(keeps_map, memory_indices=indices, hides_memory=hides_memory)
+        attended = attended_of_memory(forward, entry, memory)
+    watching = entry.watching(keeps_map=keeps_map, memory=attended)
     with watching:
-        out = forward(*args, **kwargs)
+        out = forward(*entry.args, **entry.kwargs)
     return out, watching
 
 
-def _rope_of_all(rope: Tensor, indices: Tensor, num_prefix_tokens: int) -> Tensor:
-    """Appends the rotary positions of a memory, by the `indices` of its tokens, `b m` in 0..n-1.
+def run_to_attention(forward: Forward, entry: BlockInput, of_memory: bool = False) -> Watching:
+    """Runs a block as far as its attention, or to its end if its proof asks for that."""
+    watching = entry.watching(keeps_map=not of_memory, ends=True, of_memory=of_memory)
+    try:
+        with watching:
+            forward(*entry.args, **entry.kwargs)
+    except MapSeen:
+        pass
+    return watching
+
+
+def attended_of(forward: Forward, entry: BlockInput) -> Attended:
+    """Returns the keys and values of a block's tokens.
+
+    Raises Refused unless it calls scaled_dot_product_attention or torch's multi-head attention.
+    """
+    watching = run_to_attention(forward, entry, of_memory=True)
+    if watching.attended is None:
+        raise Refused(f"{entry.name} {NOT_FUSED}")
+    watching.check()
+    return watching.attended
+
+
+def attended_of_memory(forward: Forward, entry: BlockInput, memory: Memory) -> AttendedMemory:
+    """Returns the keys and values that a block makes of a memory, from its tokens alone.
+
+    The block's own prefix is put before them, since rotary positions know it by its place. What the
+    block draws meanwhile is drawn again for its own tokens, as in the plain model.
+    """
+    prefix = entry.adapter.num_prefix_tokens
+    tokens = torch.cat([entry.tokens[:, :prefix], *memory.tokens], dim=1)
+    indices = torch.cat(memory.indices, dim=1)
+    kwargs = entry.kwargs
+    if kwargs.get("rope") is not None:  # timm's EVA, DINOv3 and others: rotary positions
+        kwargs = {**kwargs, "rope": _rope_at(kwargs["rope"], indices, prefix)}
+    alone = replace(entry, args=(tokens, *entry.args[1:]), kwargs=kwargs)
+    generators = entry.sight.generators
+    if not generators:
+        keys, values = attended_of(forward, alone)
+    elif torch.compiler.is_compiling():
+        raise Refused(
+            f"{entry.name} draws in front of its attention: with VTM it is no part of one graph"
+        )
+    else:
+        with unchanged(*generators):
+            keys, values = attended_of(forward, alone)
+    return AttendedMemory(keys[..., prefix:, :], values[..., prefix:, :], indices)
+
+
+def _rope_at(rope: Tensor, indices: Tensor, num_prefix_tokens: int) -> Tensor:
+    """Returns the rotary positions of some tokens, by their `indices`, `b m` in 0..n-1.
 
     `rope`: sines, then cosines, of each spatial token, `.. t 2e`; the prefix is not rotated.
-    Returns `b h|1 t+m 2e`.
+    Returns `b h|1 m 2e`.
     """
     missing = 4 - rope.ndim
     rope = rope[(None,) * missing].expand(len(indices), -1, -1, -1)  # b h|1 t 2e
     of_prefix = rope.new_zeros(*rope.shape[:2], num_prefix_tokens, rope.shape[3])
     of_prefix[..., rope.shape[3] // 2 :] = 1  # the cosine of no rotation
     of_tokens = torch.cat([of_prefix, rope], dim=2)
-    of_memory = of_tokens.take_along_dim(indices[:, None, :, None], dim=2)
-    return torch.cat([rope, of_memory], dim=2)
+    return of_tokens.take_along_dim(indices[:, None, :, None], dim=2)
 
 
-def checked_tokens(entry: BlockInput, out: Any, total: int) -> Tensor:
-    """Returns the tokens in `out`, which a block has returned for `total` tokens.
+def checked_tokens(entry: BlockInput, out: Any) -> Tensor:
+    """Returns the tokens in `out`, which a block has returned.
 
-    Raises ValueError unless they are `out`, or the first of a tuple or list and the only tensor of
-    their shape there, and as many as the block got, or as its own.
+    Raises Refused unless they are `out`, or the first of a tuple or list and the only tensor of
+    their shape there, and as many as the block got.
     """
     name = entry.name
     returned = list(out) if isinstance(out, tuple | list) else [out]
     if not returned or not isinstance(returned[0], Tensor):
         must = "must return its tokens, or a tuple or list of which they are the first"
-        raise ValueError(f"{name} returns a {type(out).__name__}: {must}")
+        raise Refused(f"{name} returns a {type(out).__name__}: {must}")
     tokens = returned[0]
     count = tokens.shape[1:-1].numel()
-    if entry.adapter.attends_to_all and count not in (entry.num_tokens, total):
-        raise ValueError(f"{name} returns {count} tokens for {total}: must return as many")
+    n = entry.num_tokens
+    if entry.adapter.attends_to_all and count != n:
+        raise Refused(f"{name} returns {count} tokens for {n}: must return as many")
     if any(isinstance(x, Tensor) and x.shape == tokens.shape for x in returned[1:]):
         why = "a residual stream beside the tokens cannot be mixed"
-        raise ValueError(f"{name} returns a second tensor of the shape of its tokens: {why}")
+        raise Refused(f"{name} returns a second tensor of the shape of its tokens: {why}")
     return tokens
-
-
-def with_tokens_of(out: Any, tokens: Tensor) -> Any:
-    """Returns what a block has returned, with other tokens."""
-    if isinstance(out, Tensor):
-        return tokens
-    kind = type(out)
-    make = getattr(kind, "_make", kind)  # of a named tuple
-    return make([tokens, *out[1:]])

@@ -2,8 +2,8 @@
 
 During a training pass another function stands in for `forward` of the modules in brackets. It does
 not matter what a block consists of: its attention map is seen while the block computes it (see
-`watch.py`), and for VTM the block runs on its n tokens and m of memory, of which the first n that
-it returns are kept. Evaluation is the plain model, bit for bit.
+`watch.py`), and for VTM that attention gets keys and values of m tokens of memory beside those of
+the block's own n. Evaluation is the plain model, bit for bit.
 
     images, targets          checked; what is assumed of a block is tried out (`prove.py`);
         |                    the draws of manifold mixup; the input gradient, if HTM takes it
@@ -14,12 +14,12 @@ it returns are kept. Evaluation is the plain model, bit for bit.
     [block]  ................ manifold mixup, if this layer is drawn: tokens, targets
         |                     layer of HTM: ScoreNet -> difficulty; a first run of the block, ended
         |                        once its map is known -> saliency; Algorithm 1 -> tokens, targets
-        |                     layer of VTM: the memory's m tokens are put after the n
+        |                     layer of VTM: a run on the memory's m tokens, ended once their keys
+        |                        and values are known
         |
-        +-- own forward, whose map is seen, on n or n + m tokens
+        +-- own forward, whose map is seen, over n or n + m keys
         |
-        |                     layer of VTM: the first n tokens are kept
-        |                     block before it: its most salient inputs -> that layer's memory
+        |                     block before VTM: its most salient inputs -> that layer's memory
         | tokens b n d
     [block]  ................ one that nothing touches: as it is, or under `checkpoint_blocks`
         |
@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
@@ -50,6 +51,7 @@ from tokenmixup.adapters import (
 from tokenmixup.block import Forward, Plan
 from tokenmixup.contexts import evaluating
 from tokenmixup.horizontal import PAPER
+from tokenmixup.kept import generators_of, unchanged
 from tokenmixup.manifold import ManifoldMix, draw_manifold_mix
 from tokenmixup.needs import Mixing, check_layers, check_needs
 from tokenmixup.output import LayerMix, Output
@@ -70,6 +72,15 @@ class Replaced(NamedTuple):
     method: Callable[..., Any] | None  # the one of Pass that runs it; None: `checkpoint` runs it
     subject: Plan | nn.Module  # what the method gets: the plan of a block, or the embedding
     before: Forward | None  # what the instance had as `forward`; None: that of its class
+
+
+class Begun(NamedTuple):
+    """What is settled before a pass runs."""
+
+    replaced: list[Replaced]
+    gradient: Tensor | None  # b h w, of the input
+    manifold: ManifoldMix | None  # the draws
+    is_unproved: bool  # whether a block is yet to be tried out
 
 
 class TokenMixup(nn.Module):
@@ -165,13 +176,15 @@ class TokenMixup(nn.Module):
         """Checks the batch, draws what is drawn for it as a whole, and runs the pass."""
         if not self.training:
             return logits_of(self.model(images))
-        replaced, gradient, manifold = self._begin(images, targets)
+        begun = self._begin(images, targets)
         assert targets is not None  # or the batch was refused
         try:
+            if begun.is_unproved and get_eval_frame_callback():  # a compiler's
+                self._run_apart(images, targets, begun)
             # A compiler would trace the backward pass under the autocast of this call. With "off"
             # it has none, as in eager mode: ScoreNet's gradients have its parameters' precision.
             with functorch_config.patch("backward_pass_autocast", "off"):
-                return self._run(images, targets, gradient, manifold)
+                return self._run(images, targets, begun.gradient, begun.manifold)
         except FloatingPointError as error:
             are_finite = images.flatten(1).isfinite().all(dim=1)
             bad = (~are_finite).nonzero().flatten().tolist()
@@ -179,7 +192,13 @@ class TokenMixup(nn.Module):
                 raise
             raise FloatingPointError(f"images{bad}: not finite; {error}") from error
         finally:
-            restore_forwards(replaced)
+            restore_forwards(begun.replaced)
+
+    @torch.compiler.disable
+    def _run_apart(self, images: Tensor, targets: Tensor, begun: Begun) -> None:
+        """Runs a pass that proves the blocks before a compiler meets them, and leaves nothing."""
+        with unchanged(self.model, *generators_of(images.device)):
+            self._run(images, targets, begun.gradient, begun.manifold)
 
     def _run(
         self,
@@ -206,24 +225,20 @@ class TokenMixup(nn.Module):
         return state.output(logits, score_loss_weight)
 
     @torch.compiler.disable
-    def _begin(
-        self, images: Tensor, targets: Any
-    ) -> tuple[list[Replaced], Tensor | None, ManifoldMix | None]:
-        """Checks a batch, then lets the stand-ins of its pass take over.
-
-        Returns the modules that have one, the input gradient, `b h w`, and manifold mixup's draws.
-        """
+    def _begin(self, images: Tensor, targets: Any) -> Begun:
+        """Checks a batch, then lets the stand-ins of its pass take over."""
         if getattr(self, "_is_replica", False):
             raise ValueError("TokenMixup trains under DistributedDataParallel, not DataParallel")
         check_batch(images, targets, self.num_classes)
+        is_unproved = False
         if self._mixing.touched() or self.checkpoint_blocks:
             self._look_up()
-            self._proofs.prove(self.model, self._plans, images)
+            is_unproved = self._proofs.look(self.model, self._plans, images)
         gradient = self._input_gradient(images, targets)
         manifold = None
         if self._mixing.manifold is not None:
             manifold = draw_manifold_mix(self._mixing.manifold, images)
-        return self._replace_forwards(), gradient, manifold
+        return Begun(self._replace_forwards(), gradient, manifold, is_unproved)
 
     def _look_up(self) -> None:
         """Plans for the blocks as they are now. Raises ValueError if they cannot serve."""
@@ -391,6 +406,8 @@ def check_batch(images: Any, targets: Any, num_classes: int) -> None:
         raise ValueError(f"targets {found}: {must}, such as F.one_hot(classes, c)")
     if targets.device.type != "cpu":  # to read the values would be to wait for the GPU
         return
+    if targets.layout != torch.strided or images.layout != torch.strided:
+        raise ValueError("images and targets: must be dense tensors, such as targets.to_dense()")
     sums = targets.sum(dim=1, dtype=torch.float32)
     sums_to_1 = (sums - 1).abs() < SUM_ROUNDING  # false for nan
     are_good = sums_to_1 & (targets >= 0).all(dim=1)

@@ -19,7 +19,6 @@ from tokenmixup.block import (
     check_tokens,
     checked_tokens,
     run_watched,
-    with_tokens_of,
 )
 from tokenmixup.horizontal import Rules, mix_horizontal
 from tokenmixup.manifold import ManifoldMix
@@ -87,7 +86,7 @@ class Pass:
         )
         self._check_count(plan, entry.num_tokens)
         self.calls_plain = True
-        self.proofs.check(plan, entry)
+        entry = self.proofs.proved(plan, entry)
         self.calls_plain = False
         if self.manifold is None or self.manifold.layer != plan.index:
             return entry
@@ -165,7 +164,7 @@ class Pass:
     def _detect(self, plan: Plan, entry: BlockInput) -> tuple[Tensor, Tensor | None]:
         """Returns the saliency for HTM and, of a block that feeds a layer of VTM, that for VTM.
 
-        Both are `b t`, without VTM's memory, if this block gets one; VTM's is always by attention.
+        Both are `b t`; VTM's is always by attention.
         """
         self.calls_plain = True
         saliency = plan.detect(entry)
@@ -186,21 +185,18 @@ class Pass:
     ) -> tuple[Any, AttentionMap | None]:
         """Runs a block as a whole, with VTM's memory if it has one.
 
-        Returns its output for its own tokens, and its map if that is kept.
+        Returns its output, and its map if that is kept.
         """
         memory = self.memories.get(plan.index)
         # also after a detector: its run ended at the first map, so only this one can find a second
         reads_map = bool(plan.feeds or entry.watched) or memory is not None
         if not reads_map or plan.adapter.saliency is not None:
             out = forward(*entry.args, **entry.kwargs)
-            checked_tokens(entry, out, entry.num_tokens)
+            checked_tokens(entry, out)
             return out, None
         out, watching = run_watched(forward, entry, memory, keeps_map)
         watching.check()
-        tokens = checked_tokens(entry, out, watching.total())
-        if tokens.shape[1] > watching.n:
-            own = tokens[:, : watching.n].clone()  # FSDP could lose its hook on a view
-            out = with_tokens_of(out, own)
+        checked_tokens(entry, out)
         return out, watching.map
 
     def _remember(

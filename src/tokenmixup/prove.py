@@ -1,37 +1,36 @@
-"""Which blocks are tried out before they train, and when again.
+"""Which blocks are tried out as they first train, and when again.
 
 A block may consist of anything, so what `watch.py` assumes of it is proved by trial, as the
 properties of `trial.py`: once, and again when the block or what it gets is no longer what it was.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tokenmixup.adapters import is_sharded
-from tokenmixup.block import BlockInput, Plan, check_tokens
-from tokenmixup.contexts import evaluating, own_generators
-from tokenmixup.trial import prove_block
+from tokenmixup.block import BlockInput, Plan
+from tokenmixup.trial import dtype_of, prove_block
+from tokenmixup.watch import Sight
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
-TRIED_IMAGES = 3  # of the plain pass
 NOT_PROVED = "TokenMixup proves nothing of blocks under fully_shard: train a batch before sharding"
+COMPILED = "compiled, it gets arguments for which it is not proved: train an uncompiled batch first"
 
 
 @dataclass(eq=False)
 class Proof:
-    """What a block was when it was proved; as anything else it must be proved again."""
+    """What a block is; as another one it must be proved again."""
 
     state: list[Any]
-    can_run: bool  # else nothing is proved of it
-    # of the arguments beside the tokens for which it was proved; None: not proved yet
-    kinds: tuple[Any, Any] | None = None
+    is_due: bool  # else nothing is to be proved of it, or nothing can be
+    # what was found out about it: for each kind of its runs, in the modes of its parts
+    by_modes: dict[tuple[bool, ...], list[tuple[Any, Sight]]] = field(default_factory=dict)
+    found: list[tuple[Any, Sight]] = field(default_factory=list)  # in today's modes
 
 
 class Proofs:
@@ -40,44 +39,40 @@ class Proofs:
     def __init__(self) -> None:
         self.by_block: dict[int, Proof] = {}  # by the index of the block
 
-    def prove(self, model: nn.Module, plans: Mapping[int, Plan], images: Tensor) -> None:
-        """Proves what has not been proved of the blocks as they are now.
+    def look(self, model: nn.Module, plans: Mapping[int, Plan], images: Tensor) -> bool:
+        """Forgets what has been proved of blocks that are others now.
 
-        Raises ValueError for a block of which a property does not hold.
+        Returns whether any is still to be proved. Raises ValueError for parts that cannot serve.
         """
         states = {index: state_of(plan, images) for index, plan in plans.items()}
-        old = [index for index, proof in self.by_block.items() if proof.state != states.get(index)]
-        for index in old:  # or not touched any more
-            del self.by_block[index]
-        new = [plan for index, plan in plans.items() if index not in self.by_block]
+        kept = {i: proof for i, proof in self.by_block.items() if proof.state == states.get(i)}
+        new = [plan for index, plan in plans.items() if index not in kept]
         for plan in new:
             check_parts(plan)
-        tried = [plan for plan in new if plan.tried is not None]
-        can_run = bool(tried) and can_run_apart(model, images)
-        entries: dict[int, BlockInput] = {}
-        if can_run:
-            entries = inputs_of(model, images, tried)
+        can_run = any(plan.tried for plan in new) and can_run_apart(model, images)
         for plan in new:
-            proof = Proof(states[plan.index], can_run)
-            entry = entries.get(plan.index)
-            if entry is not None:  # else the plain model leaves it out: `check` proves it
-                prove_block(plan, entry)
-                proof.kinds = kinds_beside_tokens(entry)
-            self.by_block[plan.index] = proof
+            is_due = can_run and plan.tried is not None
+            kept[plan.index] = Proof(states[plan.index], is_due)
+        for index, plan in plans.items():
+            modes = tuple(part.training for part in plan.block.modules())
+            kept[index].found = kept[index].by_modes.setdefault(modes, [])
+        self.by_block = kept
+        return any(proof.is_due and not proof.found for proof in kept.values())
 
-    def check(self, plan: Plan, entry: BlockInput) -> None:
-        """Proves a block that gets other arguments than those for which it has been proved."""
+    def proved(self, plan: Plan, entry: BlockInput) -> BlockInput:
+        """Returns the input with what is known of the block, which is proved if that is due."""
         proof = self.by_block[plan.index]
-        if plan.tried is None or not proof.can_run:
-            return
-        kinds = kinds_beside_tokens(entry)
-        if proof.kinds == kinds:
-            return
+        if not proof.is_due:
+            return entry
+        kind = kinds_of_run(entry)
+        for known, sight in proof.found:
+            if known == kind:
+                return replace(entry, sight=sight)
         if torch.compiler.is_compiling():
-            told = "compiled, it gets other arguments than in evaluation: compile after one batch"
-            raise ValueError(f"{plan.name}: {told}")
-        prove_block(plan, entry)
-        proof.kinds = kinds
+            raise ValueError(f"{plan.name}: {COMPILED}")
+        sight = prove_block(plan, entry)
+        proof.found.append((kind, sight))
+        return replace(entry, sight=sight)
 
 
 def can_run_apart(model: nn.Module, images: Tensor) -> bool:
@@ -96,7 +91,9 @@ def state_of(plan: Plan, images: Tensor) -> list[Any]:
     has_memory = plan.vtm is not None
     state: list[Any] = [plan.adapter, plan.tried, has_memory, images.dtype, images.device]
     for part in plan.block.modules():
-        state += [part, part.forward]
+        state += [part, type(part), part.forward]
+        state += part._forward_pre_hooks.values()
+        state += part._forward_hooks.values()
     return state
 
 
@@ -113,9 +110,11 @@ def kinds_of(given: Any) -> Any:
     return type(given)
 
 
-def kinds_beside_tokens(entry: BlockInput) -> tuple[Any, Any]:
-    """Returns the kinds of the further arguments, and of those by name."""
-    return kinds_of(entry.args[1:]), kinds_of(entry.kwargs)
+def kinds_of_run(entry: BlockInput) -> list[Any]:
+    """Returns what tells the runs of a block from those of another kind, in the same modes."""
+    is_single = len(entry.tokens) == 1  # has no others, of which it could be independent
+    own = [is_single, torch.is_grad_enabled(), dtype_of(entry.tokens)]
+    return [*own, kinds_of(entry.args[1:]), kinds_of(entry.kwargs)]
 
 
 def check_parts(plan: Plan) -> None:
@@ -128,30 +127,3 @@ def check_parts(plan: Plan) -> None:
         if isinstance(part, BATCH_NORMS):
             kind = type(part).__name__
             raise ValueError(f"{plan.name} has a {kind}, whose statistics would see tokens twice")
-
-
-def inputs_of(model: nn.Module, images: Tensor, plans: Sequence[Plan]) -> dict[int, BlockInput]:
-    """Runs the plain model on a few of the images. Returns what enters those blocks that it calls.
-
-    Raises ValueError for a block that gets no tokens first.
-    """
-    entries: dict[int, BlockInput] = {}
-
-    def record(plan: Plan, block: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
-        check_tokens(plan, args, TRIED_IMAGES)
-        entry = BlockInput(args, kwargs, plan.adapter, blocks=plan.blocks, name=plan.name)
-        if entry.num_tokens > plan.adapter.num_prefix_tokens:
-            entries[plan.index] = entry
-
-    index = torch.arange(TRIED_IMAGES, device=images.device) % len(images)
-    few = images[index].nan_to_num()
-    with ExitStack() as stack:
-        for plan in plans:
-            hook = partial(record, plan)
-            stack.enter_context(plan.block.register_forward_pre_hook(hook, with_kwargs=True))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(evaluating(model))
-        stack.enter_context(own_generators(images.device))
-        model(few)
-    torch.clear_autocast_cache()  # of weights that were cast without gradients
-    return entries

@@ -12,10 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmixup.attention import AttentionMap
-from tokenmixup.block import BlockInput, Detector, checked_tokens, run_watched
+from tokenmixup.block import (
+    BlockInput,
+    Detector,
+    checked_tokens,
+    run_to_attention,
+    run_watched,
+)
 from tokenmixup.contexts import evaluating, without_autocast
 from tokenmixup.settings import HTM
-from tokenmixup.watch import MapSeen
+from tokenmixup.watch import Sight
 
 
 @torch.no_grad()
@@ -82,7 +88,6 @@ def gradient_saliency(
     return pooled / pooled.sum(dim=1, keepdim=True).clamp(min=torch.finfo(pooled.dtype).tiny)
 
 
-@torch.no_grad()
 def by_attention(entry: BlockInput, class_token: bool | None = None) -> Tensor:
     """Saliency by the block's own attention map (Eq. 3); the block is run as far as that.
 
@@ -91,26 +96,22 @@ def by_attention(entry: BlockInput, class_token: bool | None = None) -> Tensor:
     """
     adapter = entry.adapter
     if adapter.saliency is not None:
-        return _to_sum_1(adapter.saliency(entry.block, *entry.args, **entry.kwargs))
+        with torch.no_grad():
+            return _to_sum_1(adapter.saliency(entry.block, *entry.args, **entry.kwargs))
     return saliency_of_map(map_of(entry), entry, class_token)
 
 
-@torch.no_grad()
 def map_of(entry: BlockInput) -> AttentionMap:
     """Runs a block as far as its attention map, which it returns.
 
     Its `forward` is called, so that hooks on the block see one run; those inside of it see two.
-    During a pass that is a stand-in, which `Pass.calls_plain` sends to the plain one.
+    During a pass that is a stand-in, which `Pass.calls_plain` sends to the plain one. Gradients are
+    recorded as in training, since a block may ask for them; the map itself has none.
     """
-    watching = entry.watching(only_map=True)
-    try:
-        with watching:
-            entry.block.forward(*entry.args, **entry.kwargs)
-    except MapSeen:
-        pass
-    return watching.kept_map()
+    return run_to_attention(entry.block.forward, entry).kept_map()
 
 
+@torch.no_grad()
 def saliency_of_map(
     seen: AttentionMap, entry: BlockInput, class_token: bool | None = None
 ) -> Tensor:
@@ -120,9 +121,9 @@ def saliency_of_map(
         return _to_sum_1(adapter.geometry(entry.block, seen, *entry.args, **entry.kwargs))
     if class_token is None:
         class_token = adapter.reads_class_token
-    n = entry.num_tokens  # a memory's keys are left out
-    queries = 1 if class_token else n
-    received = seen.received(queries, n)  # b n
+    received = seen.received(queries=1 if class_token else None)  # b n
+    while received.ndim > 2:  # b g n, of groups of heads
+        received = received.mean(dim=1)
     return received[:, adapter.num_prefix_tokens :]
 
 
@@ -153,7 +154,8 @@ def by_rollout(steps: int, entry: BlockInput) -> Tensor:
         with evaluating(block):
             out, watching = run_watched(block.forward, entry)
         maps.append(watching.kept_map().probabilities())
-        entry = entry.with_tokens(checked_tokens(entry, out, entry.num_tokens))
+        # what is proved of the first block is no other's
+        entry = replace(entry.with_tokens(checked_tokens(entry, out)), sight=Sight())
     return rollout_saliency(maps, adapter.num_prefix_tokens, adapter.reads_class_token)
 
 

@@ -1,58 +1,67 @@
 """The properties that are proved of a block, each tried out on random tokens.
 
-    samples   what is seen of a sample does not depend on the other samples
-    map       in an attention map, a token has a row, as a query, and a column, as a key: another
+    map       in the attention map, a token has a row, as a query, and a column, as a key: another
               token in its place changes these two, and little else
-    memory    of VTM, which appends tokens to a block's own (Eq. 13):
-      hidden    tokens that nobody sees change nothing: where they are, beside its attention, a
-                block works token by token
-      copies    copies of tokens are attended to as these are: positions and masks are theirs
-      twice     if each token is there twice, what the block returns is the same: each of two equal
-                keys gets half the weight, so the sum over the values is the same
+    samples   what is seen of a sample does not depend on the other samples; with VTM, nor do the
+              block's output and gradients, which are finite
+    memory    of VTM: keys and values of a token do not depend on the tokens beside it, so that they
+              are the same in a run on a memory alone (Eq. 13)
 
-A block runs with arguments of the plain model, in float32 and without gradients. Its parameters are
-drawn around its own, since a gate that begins at 0 would hide what it gates.
+A block runs as it trains: in its mode, dtype and autocast, with its hooks and with gradients. Its
+parameters are drawn around its own, since a gate that begins at 0 would hide what it gates. Each
+run begins with the same state, that of the block and of the generators, and leaves that behind.
 
 Letters: b batch, h heads, n tokens with prefix, t spatial tokens, d width, m memory.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from tokenmixup.block import BlockInput, Memory, Plan, checked_tokens, run_watched
-from tokenmixup.contexts import evaluating, own_generators, without_autocast
-from tokenmixup.saliency import map_of
+from tokenmixup.attention import AttentionMap
+from tokenmixup.block import (
+    BlockInput,
+    Detector,
+    Memory,
+    Plan,
+    attended_of,
+    attended_of_memory,
+    checked_tokens,
+    run_to_attention,
+    run_watched,
+)
+from tokenmixup.contexts import evaluating
+from tokenmixup.kept import GENERATORS, Held, Kept, generators_of
+from tokenmixup.watch import Refused, Sight, at_places
 
-COPIES = 4  # tokens of a memory
 TOLERANCE = 1e-3  # of the largest value; rounding is 1e-6, or 5e-4 in TF32
-RUNS = 8  # which show whether a block draws from a generator of its own
+ROUNDINGS = 8  # of values of the block's dtype, which are allowed where that is more
+RUNS = 8  # which show whether a block draws from somewhere unknown
+SAMPLES = 4  # whose maps are compared
 MOST_ELSEWHERE = 0.5  # what another token may change, of what it changes in its row and column
 LEAST_TOKENS = 4  # of which a map can be told from its shape
+BESIDE = "the keys and values of its tokens depend on the tokens beside them"
+Result = TypeVar("Result")
 
 
-def prove_block(plan: Plan, entry: BlockInput) -> None:
-    """Raises ValueError with one line if a property does not hold of a block.
+def prove_block(plan: Plan, entry: BlockInput) -> Sight:
+    """Returns what passes must know of a block; `entry`: its input, random tokens replace its own.
 
-    `entry`: arguments of the plain model; its tokens give their shape alone.
+    Raises Refused with one line if a property does not hold.
     """
-    device = entry.tokens.device
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(without_autocast(device.type))
-        stack.enter_context(
-            torch.compiler.set_stance("force_eager")
-        )  # compiles nothing for these runs
-        trial = Trial(plan, entry, seed=stack.enter_context(own_generators(device)))
+    with torch.compiler.set_stance("force_eager"):  # compiles nothing for these runs
+        trial = Trial(plan, entry)
         # `_values` gives tied parameters one value; torch's own way would restore them wrongly
-        torch.func.functional_call(trial, _values(trial), (), tie_weights=False)
+        sight: Sight = torch.func.functional_call(trial, _values(trial), (), tie_weights=False)
+    torch.clear_autocast_cache()  # of the values
+    return sight
 
 
 def _values(trial: nn.Module) -> dict[str, Tensor]:
-    """Draws parameters and copies buffers, in float32: one for each place that holds one."""
+    """Draws parameters and copies buffers: one for each place that holds one."""
     generator = torch.Generator().manual_seed(0)
     drawn: dict[int, Tensor] = {}  # a parameter that two places hold is drawn once
     values: dict[str, Tensor] = {}
@@ -60,46 +69,63 @@ def _values(trial: nn.Module) -> dict[str, Tensor]:
         for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) not in drawn:
                 drawn[id(parameter)] = _around(parameter.detach(), generator)
+                drawn[id(parameter)].requires_grad_(parameter.requires_grad)
             values[f"{path}.{name}"] = drawn[id(parameter)]
         for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
-            values[f"{path}.{name}"] = _in_float32(buffer).clone()
+            values[f"{path}.{name}"] = buffer.detach().clone()
     return values
 
 
 def _around(parameter: Tensor, generator: torch.Generator) -> Tensor:
     """Draws a parameter around its value, of the size that layers begin with."""
     if not parameter.is_floating_point():
-        return parameter
-    noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        return parameter.clone()
+    noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
     size = 1.0
     matrix = parameter.squeeze()
     if matrix.ndim > 1:  # or a kernel
         size = matrix[0].numel() ** -0.5
     # a model that has diverged is not refused here, but by its gains
     finite = parameter.float().nan_to_num()
-    return finite.clamp(-size, size) + 0.5 * size * noise
+    around = finite.clamp(-size, size) + 0.5 * size * noise.to(parameter.device)
+    return around.to(parameter.dtype)
 
 
-def _in_float32(given: Any) -> Any:
-    """Returns arguments in float32."""
-    if isinstance(given, Tensor) and given.is_floating_point():
-        return given.float()
+def _leaves(given: Any) -> Any:
+    """Returns arguments without the graph that they come from."""
+    if isinstance(given, Tensor):
+        return given.detach().requires_grad_(given.requires_grad)
     if type(given) in (tuple, list):
-        return type(given)(_in_float32(x) for x in given)
+        return type(given)(_leaves(x) for x in given)
     if type(given) is dict:
-        return {name: _in_float32(x) for name, x in given.items()}
+        return {name: _leaves(x) for name, x in given.items()}
     return given
+
+
+def _is_of_tokens(before: Tensor, after: Tensor, is_new: Tensor) -> bool:
+    """Whether other tokens change their rows and columns of a map, and little else.
+
+    `before`, `after`: `b h n n`; `is_new`: `b n`.
+    """
+    row = is_new[:, None, :, None]
+    column = is_new[:, None, None, :]
+    change = _change_of_scores(before, after, column)
+    elsewhere = _median(change, ~row & ~column)
+    in_row = _median(change, row & ~column)
+    in_column = _median(change, column & ~row)
+    return bool(elsewhere < MOST_ELSEWHERE * torch.minimum(in_row, in_column))
 
 
 def _change_of_scores(before: Tensor, after: Tensor, is_new: Tensor) -> Tensor:
     """Returns how much the scores behind two attention maps differ, `b h n n`.
 
     A map tells the scores of a row up to a constant. The mean change over the keys that are not
-    `is_new`, `b 1 1 n`, is taken for it.
+    `is_new`, `b 1 1 n`, is taken for it. Keys that one map leaves out count as changed, those that
+    both leave out as nothing, nan.
     """
     change = after.log() - before.log()
-    change = change.masked_fill(~change.isfinite(), torch.nan)  # masked keys, or too small
-    constant = change.masked_fill(is_new, torch.nan).nanmean(dim=-1, keepdim=True)
+    told = change.masked_fill(is_new | ~change.isfinite(), torch.nan)
+    constant = told.nanmean(dim=-1, keepdim=True).nan_to_num()
     return (change - constant).abs()
 
 
@@ -108,161 +134,222 @@ def _median(change: Tensor, where: Tensor) -> Tensor:
     return change.masked_fill(~where, torch.nan).nanmedian()
 
 
-def _is_close(found: Tensor, expected: Tensor) -> bool:
-    error = (found - expected).abs().max()
-    return bool(error <= TOLERANCE * expected.abs().max())
-
-
-def _are_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    return all(map(_is_close, found, expected))
+def dtype_of(x: Tensor) -> torch.dtype:
+    """Returns the dtype in which a block works on `x`: autocast's, if there is one."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
 
 
 class Trial(nn.Module):
     """A block, run by `functional_call` with other parameters than its own, and its properties."""
 
-    def __init__(self, plan: Plan, entry: BlockInput, seed: Callable[[], None]):
+    def __init__(self, plan: Plan, entry: BlockInput):
         super().__init__()
         assert plan.tried is not None  # else nothing is to be proved
         self.block = plan.block
-        self.name = plan.name
-        self.detect = plan.tried
-        self.has_memory = plan.vtm is not None
-        self.num_prefix_tokens = plan.adapter.num_prefix_tokens
-        self.seed = seed  # seeds the generators that random layers draw from
-        self.generator = torch.Generator(entry.tokens.device).manual_seed(1)
-        self.x = self.draw(entry.tokens.shape)
-        self.entry = BlockInput(
-            args=(self.x, *_in_float32(entry.args[1:])),
-            kwargs=_in_float32(dict(entry.kwargs)),
-            adapter=plan.adapter,
-            blocks=plan.blocks,
-            name=plan.name,
+        self.evaluates = False
+        self.plan = plan
+        self.prefix = plan.adapter.num_prefix_tokens
+        self.like = entry.tokens.detach()
+        self.generator = torch.Generator(self.like.device).manual_seed(1)
+        self.x = self.draw(self.like.shape).requires_grad_(entry.tokens.requires_grad)
+        m = 0  # tokens of VTM's memory
+        if plan.vtm is not None:
+            m = cast(int, plan.vtm.kappa) * plan.index
+        drawn = torch.rand(len(self.x), m, generator=self.generator, device=self.like.device)
+        spatial = entry.num_tokens - self.prefix
+        self.indices = self.prefix + (spatial * drawn).long()  # theirs, in 0..n-1
+        self.tolerance = max(TOLERANCE, ROUNDINGS * torch.finfo(dtype_of(entry.tokens)).eps)
+        self.entry = replace(
+            entry,
+            args=(self.x, *_leaves(entry.args[1:])),
+            kwargs=_leaves(dict(entry.kwargs)),
+            sight=Sight(),
         )
 
     def draw(self, shape: Sequence[int]) -> Tensor:
-        return torch.randn(shape, generator=self.generator, device=self.generator.device)
+        drawn = torch.empty(shape, dtype=self.like.dtype, device=self.like.device)
+        return drawn.normal_(generator=self.generator)
 
-    def forward(self) -> None:
-        """Tries out all properties; `functional_call` calls it."""
-        adapter = self.entry.adapter
-        self.samples_are_apart()
-        if adapter.saliency is not None:
-            return
-        with evaluating(self.block):
-            own = self.run(self.x)
-            if adapter.attends_to_all and self.entry.num_tokens >= LEAST_TOKENS:
-                self.map_is_of_tokens()
-            if self.has_memory:
-                self.hidden_tokens_change_nothing(own)
-                self.copies_are_seen_as_their_tokens()
-                self.tokens_may_be_there_twice(own)
+    def forward(self) -> Sight:
+        """Tries out all properties; `functional_call` calls it.
 
-    def samples_are_apart(self) -> None:
-        """In the block's own mode, since layers such as dropout differ in training.
-
-        A block that draws from a generator of its own is compared in evaluation mode.
+        In evaluation, if a block draws from somewhere unknown: each run would draw other numbers.
         """
-        with_others = torch.cat([self.x[:1], self.draw(self.x[1:].shape)])
-        runs = []
-        for _ in range(RUNS):
-            run = self.of_first_sample(self.x)
-            if _are_close(self.of_first_sample(with_others), run):
-                return
-            runs.append(run)
-        # all runs have the same seed and the same tokens
-        draws_by_itself = not all(_are_close(run, runs[0]) for run in runs)
-        if draws_by_itself:
-            with evaluating(self.block):
-                run = self.of_first_sample(self.x)
-                if _are_close(self.of_first_sample(with_others), run):
-                    return
-        self.refuse("what it computes for a sample depends on the other samples")
-
-    def of_first_sample(self, tokens: Tensor) -> list[Tensor]:
-        """Returns its saliency and, if the block gets a memory, what the block returns for it."""
-        self.seed()  # random layers draw the same
-        results = [self.detect(self.entry.with_tokens(tokens))[:1]]
-        if self.has_memory:
-            self.seed()
-            results.append(self.run(tokens)[:1])
-        return results
-
-    def map_is_of_tokens(self) -> None:
-        """Replaces one token of each sample, and compares what changes in the map."""
-        n = self.entry.num_tokens
-        x = self.entry.flat_tokens
-        # the place of the new token is the first patch, or the last: both are far from most tokens
-        place = torch.full([len(x), 1], self.num_prefix_tokens, device=x.device)
-        place[1::2] = n - 1
-        is_new = torch.arange(n, device=x.device) == place  # b n
-        other = torch.where(is_new[..., None], self.draw(x.shape), x)
-        before = map_of(self.entry).probabilities()
-        after = map_of(self.entry.with_tokens(other)).probabilities()
-        if before.shape[-2:] != (n, n):
-            self.refuse(f"its map has the shape {list(before.shape)}, for {n} tokens")
-        row = is_new[:, None, :, None]
-        column = is_new[:, None, None, :]
-        change = _change_of_scores(before.flatten(1, -3), after.flatten(1, -3), column)
-        elsewhere = _median(change, ~row & ~column)
-        for where in (row & ~column, column & ~row):
-            if elsewhere >= MOST_ELSEWHERE * _median(change, where):
-                self.refuse("what has the shape of its attention map is not one of its tokens")
-
-    def run(self, tokens: Tensor) -> Tensor:
-        """Returns what the block makes of its own tokens, `b n d`."""
-        out, watching = run_watched(self.block.forward, self.entry.with_tokens(tokens))
-        watching.check()
-        return checked_tokens(self.entry, out, watching.n)
-
-    def run_with(
-        self, tokens: Tensor, indices: Tensor, hides_memory: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the same with a memory, and the map of the own tokens over all, `b h n n+m`."""
-        n = self.entry.num_tokens
-        memory = Memory([tokens], [indices])
+        self.generators = generators_of(self.like.device)
+        self.kept = Kept(self.block, *self.generators)
         try:
-            out, watching = run_watched(
-                self.block.forward, self.entry, memory, hides_memory=hides_memory
-            )
-        except ValueError:
+            return self.proved()
+        except Refused:
+            runs = [self.run("as it is", self.output) for _ in range(RUNS)]
+            if all(map(self.are_close, runs, runs[1:])):
+                raise
+        self.evaluates = True
+        return self.proved()
+
+    def output(self) -> list[Tensor]:
+        out = self.block.forward(*self.entry.args, **self.entry.kwargs)
+        return [checked_tokens(self.entry, out).detach()]
+
+    def proved(self) -> Sight:
+        if self.plan.adapter.attends_to_all:
+            if self.entry.num_tokens >= LEAST_TOKENS:
+                self.attention_is_of_tokens()
+            self.looks_at_what_runs_leave()
+        if self.plan.vtm is not None:
+            self.keys_are_of_tokens()
+        self.samples_are_apart()
+        return self.entry.sight
+
+    def run(self, how: str, run: Callable[[], Result], evaluates: bool = False) -> Result:
+        """Runs the block somehow, from the state in which it is found, and puts that back."""
+        try:
+            if not (evaluates or self.evaluates):
+                return run()
+            with evaluating(self.block):
+                return run()
+        except Refused:
             raise
         except Exception as error:
             first_line = str(error).partition("\n")[0]
-            self.refuse(f"VTM gives it more tokens, where it fails: {first_line}", error)
-        own = checked_tokens(self.entry, out, watching.total())[:, :n]
-        return own, watching.kept_map().probabilities(n).flatten(1, -3)
+            self.refuse(f"tried {how}, it fails: {type(error).__name__} {first_line}", error)
+        finally:
+            self.kept.put_back()
 
-    def hidden_tokens_change_nothing(self, own: Tensor) -> None:
-        indices = self.some_indices()
-        noise = self.draw([len(indices), COPIES, self.x.shape[-1]])
-        beside_noise, _ = self.run_with(noise, indices, hides_memory=True)
-        if not _is_close(beside_noise, own):
-            self.refuse("more tokens change what it returns, beside its attention; VTM adds some")
+    def attention_is_of_tokens(self) -> None:
+        """Finds the one call of the block that is attention over its tokens."""
+        x = self.entry.flat_tokens
+        spatial = x.shape[1] - self.prefix
+        is_new = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+        is_new[::2, self.prefix + spatial // 3] = True
+        is_new[1::2, self.prefix + 2 * spatial // 3] = True
+        other = torch.where(is_new[..., None], self.draw(x.shape), x)
+        maps = self.maps_of(self.entry)
+        calls = self.over_all_tokens(list(maps))
+        if len(calls) != 1:
+            self.refuse(f"computes {len(calls)} attention maps over its tokens, must be 1")
+        (call,) = calls
+        after = self.maps_of(self.entry.with_tokens(other)).get(call)
+        if after is None or not _is_of_tokens(maps[call], after, is_new[:SAMPLES]):
+            self.refuse("what has the shape of its attention map is not one of its tokens")
+        self.entry.sight = Sight(call)
 
-    def copies_are_seen_as_their_tokens(self) -> None:
-        n = self.entry.num_tokens
-        indices = self.some_indices()
-        copies = self.x.take_along_dim(indices[..., None], dim=1)
-        _, rows = self.run_with(copies, indices)
-        of_tokens = rows[..., :n].take_along_dim(indices[:, None, None], dim=-1)
-        of_copies = rows[..., n:]
-        if not _is_close(of_copies, of_tokens):
-            self.refuse("VTM's memory is not attended to as these tokens are at their own places")
+    def maps_of(self, entry: BlockInput) -> dict[int, Tensor]:
+        """Runs the block to its end. Returns all that has the shape of a map, by its call."""
 
-    def tokens_may_be_there_twice(self, own: Tensor) -> None:
-        every = torch.arange(self.entry.num_tokens, device=self.x.device)
-        beside_itself, _ = self.run_with(self.x, every.expand(len(self.x), -1))
-        if not _is_close(beside_itself, own):
-            self.refuse("each token twice changes what it returns, as VTM's memory would")
+        def run() -> dict[int, Tensor]:
+            maps: dict[int, AttentionMap] = {}
+            with entry.watching(candidates=maps):
+                self.block.forward(*entry.args, **entry.kwargs)
+            few = {call: seen.of(SAMPLES) for call, seen in maps.items()}
+            return {call: seen.probabilities().flatten(1, -3) for call, seen in few.items()}
 
-    def some_indices(self) -> Tensor:
-        """Draws spatial tokens, others for each sample: `b m`, in 0..n-1."""
-        t = self.entry.num_tokens - self.num_prefix_tokens
-        of_samples = []
-        for _ in self.x:
-            drawn = torch.randperm(t, generator=self.generator, device=self.x.device)
-            of_samples.append(drawn.repeat(COPIES)[:COPIES])  # there may be fewer tokens
-        return self.num_prefix_tokens + torch.stack(of_samples)
+        return self.run("as it is", run)
+
+    def over_all_tokens(self, calls: list[int]) -> list[int]:
+        """Returns those calls whose map has the number of tokens as its size, if they are fewer.
+
+        What is over as many experts, for example, keeps its size.
+        """
+        if len(calls) < 2:
+            return calls
+        fewer = replace(self.entry, args=(self.x[:, :-1], *self.entry.args[1:]))
+        try:
+            maps = self.maps_of(fewer)
+        except Refused:  # the block works on so many tokens only
+            return calls
+        return [call for call in calls if call in maps]
+
+    def looks_at_what_runs_leave(self) -> None:
+        """Compares a run that ends at the attention with a whole one.
+
+        What the former alone changes is put back behind the attention, such as by a hook that is
+        one of a pair.
+        """
+        ended, whole = self.run("as it is", self.left_by_runs)
+        to_end = not ended.keys() <= whole.keys()
+        changed = whole if to_end else ended
+        drawn = {id(x): x for x in changed.values() if type(x) in GENERATORS}
+        self.entry.sight = Sight(self.entry.sight.call, to_end, tuple(drawn.values()))
+
+    def left_by_runs(self) -> tuple[Held, Held]:
+        """Returns what an ended run changes, and what a whole one does."""
+        args, kwargs = self.entry.args, self.entry.kwargs
+        self.block.forward(*args, **kwargs)  # makes the attributes that any run makes
+        kept = Kept(self.block, *self.generators)
+        run_to_attention(self.block.forward, self.entry)
+        ended = kept.changed()
+        kept.put_back()
+        self.block.forward(*args, **kwargs)
+        return ended, kept.changed()
+
+    def samples_are_apart(self) -> None:
+        memory = self.draw([*self.indices.shape, self.x.shape[-1]])
+        expected = self.of_first_sample(self.x, memory)
+        others = [torch.cat([x[:1], self.draw(x[1:].shape)]) for x in (self.x, memory)]
+        found = self.of_first_sample(*others)
+        if not all(x.isfinite().all() for x in found):
+            self.refuse("what it computes, or a gradient, is not finite")
+        self.compare(found, expected, "what it computes for a sample depends on the other samples")
+
+    def of_first_sample(self, tokens: Tensor, memory: Tensor) -> list[Tensor]:
+        """Returns its saliency; with VTM, also the block's output, and the gradients of both."""
+        entry = self.entry.with_tokens(tokens)
+        found = [self.run("as it is", lambda: cast(Detector, self.plan.tried)(entry))]
+        if self.plan.vtm is not None:
+            found += self.run("with a memory", lambda: self.with_memory(tokens, memory))
+        return [x.detach()[:1] for x in found]
+
+    def with_memory(self, tokens: Tensor, memory: Tensor) -> list[Tensor]:
+        needs_grad = self.x.requires_grad
+        given = [x.detach().requires_grad_(needs_grad) for x in (tokens, memory)]
+        entry = self.entry.with_tokens(given[0])
+        out, _ = run_watched(self.block.forward, entry, Memory([given[1]], [self.indices]))
+        own = checked_tokens(entry, out)
+        if own.requires_grad:
+            own.square().sum().backward()
+        return [own, *(x.grad for x in given if x.grad is not None)]
+
+    def keys_are_of_tokens(self) -> None:
+        """Compares keys and values of tokens with those of the same ones as a memory.
+
+        Random layers draw for as many tokens as there are. So what draws is compared in evaluation,
+        and in its own mode beside other tokens.
+        """
+        evaluates = bool(self.entry.sight.generators)
+        alone = self.run("on a memory", self.keys_alone, evaluates)
+        self.compare(alone, self.keys_in(self.x, evaluates), BESIDE)
+        if evaluates:
+            is_kept = torch.zeros_like(self.x[..., :1]).scatter(1, self.indices[..., None], 1) > 0
+            is_kept[:, : self.prefix] = True
+            # all others are one token: what is summed over them does not cancel out
+            beside = torch.where(is_kept, self.x, self.draw(self.x[:1, :1].shape))
+            self.compare(self.keys_in(beside), self.keys_in(self.x), BESIDE)
+
+    def keys_alone(self) -> list[Tensor]:
+        tokens = self.x.take_along_dim(self.indices[..., None], dim=1)
+        memory = Memory([tokens], [self.indices])
+        alone = attended_of_memory(self.block.forward, self.entry, memory)
+        return [alone.keys, alone.values]
+
+    def keys_in(self, tokens: Tensor, evaluates: bool = False) -> list[Tensor]:
+        """Returns the keys and values of a memory's tokens among all."""
+        entry = self.entry.with_tokens(tokens)
+        own = self.run("as it is", lambda: attended_of(self.block.forward, entry), evaluates)
+        return [at_places(x, self.indices, dim=-2) for x in own]
+
+    def compare(self, found: Sequence[Tensor], expected: Sequence[Tensor], reason: str) -> None:
+        """Raises Refused unless two runs agree."""
+        if not self.are_close(found, expected):
+            self.refuse(reason)
+
+    def are_close(self, found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+        for one, other in zip(found, expected, strict=True):
+            error = (one - other).abs().max()
+            if not error <= self.tolerance * other.abs().max():
+                return False
+        return True
 
     def refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
-        raise ValueError(f"{self.name}: {reason}") from cause
+        raise Refused(f"{self.plan.name}: {reason}") from cause

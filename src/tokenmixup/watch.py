@@ -2,11 +2,9 @@
 
 A block runs under `Watching`, which sees its calls of scaled_dot_product_attention, softmax and
 multi_head_attention_forward. Those over all tokens of the block are its attention maps. VTM's
-memory is m further tokens after the block's own n, which are keys and values. Once the map is seen
-nothing needs their rows: fused attention and dropout leave them out and return zeros there. The
-first sum of tokens after the map, the residual one, cuts both summands to the block's own n, and
-the rest of the block works on these alone. What else is computed for the memory, such as queries,
-is not used; what a block returns for it is cut off.
+memory is m further tokens, which are keys and values only (Eq. 13). A first run, on these tokens
+alone, ends at the attention and gives theirs; the run on the block's own tokens appends them there.
+Nothing else of the block is touched: it may do with its own tokens what it likes.
 
 Letters: b batch, h heads, n the block's own tokens, m memory tokens, q queries, k keys, e head
 width, d width.
@@ -14,7 +12,7 @@ width, d width.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +23,19 @@ from tokenmixup.attention import AttentionMap
 
 FUSED = torch._C._nn.scaled_dot_product_attention  # the name in `F` may be somebody's wrapper
 MULTIHEAD = F.multi_head_attention_forward
-SUM = (torch.add, Tensor.add)  # also that of `+`
-SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
+SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax)
 OWN_CHECKPOINTING = (
     "runs without gradients or under the model's own gradient checkpointing, which would rerun it "
     "without TokenMixup: use attach(..., checkpoint_blocks=True)"
 )
+NOT_FUSED = (
+    "attends by a softmax of its own: VTM needs F.scaled_dot_product_attention (of timm's models "
+    "fused_attn, of transformers' attn_implementation=sdpa) or torch's multi-head attention"
+)
+
+
+class Refused(ValueError):
+    """A block that cannot be served; one line names it and says why."""
 
 
 class MapSeen(BaseException):
@@ -57,84 +62,98 @@ def autograd_now() -> Autograd:
     return is_recorded, hooks[0]
 
 
+class Attended(NamedTuple):
+    """What the queries of a block's attention meet, of some of its tokens."""
+
+    keys: Tensor  # b .. k e; of torch's multi-head attention b k d, which is yet to project them
+    values: Tensor  # likewise
+
+
+class AttendedMemory(NamedTuple):
+    """The same of VTM's memory."""
+
+    keys: Tensor  # b .. m e, or b m d
+    values: Tensor
+    indices: Tensor  # b m, in 0..n-1: the index of each token in the block it comes from
+
+    def after(self, own: Attended) -> Attended:
+        """Returns a block's own keys and values, then those of the memory."""
+        keys = torch.cat([own.keys, self.keys], dim=-2)
+        values = torch.cat([own.values, self.values], dim=-2)
+        return Attended(keys, values)
+
+
+class Sight(NamedTuple):
+    """What the proof of a block has found out about its runs; by default nothing."""
+
+    # which of the calls that are seen is its attention, from 1; None: the first of a map's shape
+    call: int | None = None
+    to_end: bool = False  # a run that ended at the attention would leave the block changed
+    generators: tuple[Any, ...] = ()  # from which it draws in front of its attention
+
+
 @dataclass(eq=False)
 class Watching(TorchFunctionMode):
-    """While it is entered, sees the attention maps of the block that runs."""
+    """While it is entered, sees the attention of the block that runs."""
 
     name: str  # of the block
     b: int
-    n: int  # its own tokens
+    n: int  # its tokens
     any_shape: bool  # whether maps of windows, or with fewer keys, count too
-    keeps_map: bool  # in `map`, the first one
-    only_map: bool  # MapSeen ends the run at the first one
-    memory_indices: Tensor | None  # b m, in 0..n-1: the index of each in the block it comes from
-    hides_memory: bool  # from every query, for the trial
-    count: int = 0  # of maps
-    map: AttentionMap | None = None
+    sight: Sight
+    keeps_map: bool = True
+    ends: bool = False  # the run ends at the attention, by MapSeen
+    of_memory: bool = False  # the run is for `attended`
+    memory: AttendedMemory | None = None  # is appended to the own keys and values
+    candidates: dict[int, AttentionMap | None] | None = None  # gets all maps, by their call
+    calls: int = 0  # that are seen, whatever their shape
+    count: int = 0  # of these, that have the shape of a map
+    is_seen: bool = False  # the attention
+    map: AttentionMap | None = None  # its map over the own keys
+    attended: Attended | None = None
     autograd: Autograd = field(default_factory=autograd_now)
 
-    def total(self) -> int:
-        """The number of tokens, with those of a memory.
-
-        A method, since torch.compile does not see the properties of a mode.
-        """
-        if self.memory_indices is None:
-            return self.n
-        return self.n + self.memory_indices.shape[1]
-
     def is_map(self, shape: torch.Size) -> bool:
-        """Whether `b .. q k` can be the shape of a map: q = k = n + m, or any with `any_shape`.
-
-        Also q = k = n: after the residual sum the block works on n tokens, and a second map there
-        must be counted, to be refused.
-        """
+        """Whether `b .. q k` can be the shape of a map: q = k = n, or any with `any_shape`."""
         if len(shape) < 3:
             return False
-        is_square = shape[-2] == shape[-1]
-        over_all = shape[0] == self.b and is_square and shape[-1] in (self.n, self.total())
-        return over_all or self.any_shape
+        return self.any_shape or (shape[0] == self.b and shape[-2] == shape[-1] == self.n)
 
-    def is_memory(self, device: torch.device) -> Tensor:
-        """Which of all tokens are the memory's, `n+m` bool."""
-        return torch.arange(self.total(), device=device) >= self.n
+    def note(self, seen: AttentionMap | None, attended: Attended | None) -> bool:
+        """Notes a call that has the shape of a map. Returns whether it is the block's attention.
 
-    def are_tokens(self, x: Any) -> bool:
-        """Whether `x` is `b n d` or `b n+m d`."""
-        if not isinstance(x, Tensor) or x.ndim != 3:
-            return False
-        return len(x) == self.b and x.shape[1] in (self.n, self.total())
-
-    def drops_memory(self) -> bool:
-        """Whether a memory's rows are left out: there is one, and the map is seen.
-
-        They stay in a part of the block under gradient checkpointing, since its rerun is not
-        watched, and where `b n+m d` could be `n+m b d`.
+        Raises Refused for a memory under gradient checkpointing, whose rerun would not have it, and
+        for one that a softmax by hand does not attend to.
         """
-        if self.memory_indices is None or self.count == 0:
-            return False
-        return self.autograd == autograd_now() and self.b != self.total()
-
-    def note(self, seen: AttentionMap | None) -> None:
-        """Counts a map, and keeps the first one if `keeps_map`.
-
-        Raises ValueError for a memory under gradient checkpointing: the rerun would not have it.
-        """
-        if self.memory_indices is not None and self.autograd != autograd_now():
-            raise ValueError(f"{self.name} {OWN_CHECKPOINTING}")
         self.count += 1
-        if self.keeps_map and self.map is None:
+        if self.candidates is not None:
+            self.candidates[self.calls] = seen
+        call = self.sight.call
+        if self.is_seen or call not in (None, self.calls):
+            return False
+        self.is_seen = True
+        if self.of_memory or self.memory is not None:
+            if self.autograd != autograd_now():
+                raise Refused(f"{self.name} {OWN_CHECKPOINTING}")
+            if attended is None:
+                raise Refused(f"{self.name} {NOT_FUSED}")
+        if self.keeps_map:
             self.map = seen
-        if self.only_map:
+        if self.of_memory:
+            self.attended = attended
+        if self.ends and not self.sight.to_end:
             raise MapSeen
+        return True
 
     def check(self) -> None:
-        """Raises ValueError unless the block has computed one map."""
-        if self.count != 1:
+        """Raises Refused unless the block has attended, and once if its proof does not tell how."""
+        is_clear = self.sight.call is not None or self.count == 1
+        if not (self.is_seen and is_clear):
             found = f"computes {self.count} attention maps over its tokens"
-            raise ValueError(f"{self.name} {found}, must be 1")
+            raise Refused(f"{self.name} {found}, must be 1")
 
     def kept_map(self) -> AttentionMap:
-        """Returns the map, which was to be kept. Raises ValueError unless there was one."""
+        """Returns the map, which was to be kept. Raises Refused as `check`."""
         self.check()
         assert self.map is not None  # keeps_map
         return self.map
@@ -149,15 +168,14 @@ class Watching(TorchFunctionMode):
         # torch leaves the mode meanwhile, so that what is called from here is not seen again
         kwargs = kwargs or {}
         if func is FUSED:
+            self.calls += 1
             return _fused(self, *args, **kwargs)
         if func is MULTIHEAD:
+            self.calls += 1
             return _multihead(self, *args, **kwargs)
         if func in SOFTMAX:
+            self.calls += 1
             return _softmax(self, func, *args, **kwargs)
-        if func is F.dropout and self.drops_memory():
-            return _dropout(self, *args, **kwargs)
-        if func in SUM and self.drops_memory():
-            return _sum(self, func, *args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -175,34 +193,23 @@ def _fused(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attends as scaled_dot_product_attention; a memory's tokens are keys and values only."""
+    """Attends as scaled_dot_product_attention, to a memory as well."""
     if is_causal:
-        raise ValueError("TokenMixup does not support causal attention")
+        raise Refused(f"{watching.name} attends causally, which TokenMixup does not support")
     options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
     if not watching.is_map(query.shape[:-1] + key.shape[-2:-1]):  # b .. q k
         return FUSED(query, key, value, attn_mask, **options)
     if attn_mask is not None:
         missing = query.ndim - attn_mask.ndim
         attn_mask = attn_mask[(None,) * missing]  # b|1 .. q k, as many dimensions as the query
-    if watching.memory_indices is not None:
-        query = query[..., : watching.n, :]
-        attn_mask = _of_own_queries(attn_mask, watching.n, watching.memory_indices)
     if scale is None:  # of the map; `options` have what was given
         scale = query.shape[-1] ** -0.5
-    watching.note(AttentionMap(_noted(query), _noted(key), _noted(attn_mask), scale))
-    if watching.hides_memory:
-        key = key[..., : watching.n, :]
-        value = value[..., : watching.n, :]
-        if attn_mask is not None:
-            attn_mask = attn_mask[..., : watching.n]
-    return _padded(FUSED(query, key, value, attn_mask, **options), watching)
-
-
-def _padded(x: Tensor, watching: Watching) -> Tensor:
-    """Appends rows of zeros for a memory, whose own rows were left out: `.. n d` -> `.. n+m d`."""
-    if watching.memory_indices is None:
-        return x
-    return F.pad(x, (0, 0, 0, watching.total() - watching.n))
+    seen = AttentionMap(_noted(query), _noted(key), _noted(attn_mask), scale)
+    attended = Attended(key, value)
+    if watching.note(seen, attended) and watching.memory is not None:
+        attended = watching.memory.after(attended)
+        attn_mask = _with_columns(attn_mask, watching.memory.indices)
+    return FUSED(query, *attended, attn_mask, **options)
 
 
 def _noted(x: Tensor | None) -> Tensor | None:
@@ -217,21 +224,21 @@ def _noted(x: Tensor | None) -> Tensor | None:
     return x.detach()[:, None]
 
 
-def _of_own_queries(mask: Tensor | None, n: int, memory_indices: Tensor) -> Tensor | None:
-    """Returns a mask of n queries over n + m keys, `b .. n|1 n+m`.
-
-    One from outside has n keys, `b|1 .. n|1 n`: a memory token gets the column of its index. One
-    that the block has made for all its tokens, `.. n+m n+m`, loses the rows of the memory.
-    """
-    if mask is None:
-        return None
-    if mask.shape[-1] != n:
-        return mask[..., :n, :]
+def _with_columns(mask: Tensor | None, memory_indices: Tensor) -> Tensor | None:
+    """Returns a mask, `b|1 .. n|1 n|1`, in which a memory token has the column of its index."""
+    if mask is None or mask.shape[-1] == 1:
+        return mask
     mask = mask.expand(len(memory_indices), *mask.shape[1:])
-    index = memory_indices
-    while index.ndim < mask.ndim:
-        index = index[:, None]  # b 1 .. m
-    return torch.cat([mask, mask.take_along_dim(index, dim=-1)], dim=-1)
+    return torch.cat([mask, at_places(mask, memory_indices, dim=-1)], dim=-1)
+
+
+def at_places(x: Tensor, indices: Tensor, dim: int) -> Tensor:
+    """Returns what is at the places `b m` of one of the last two dimensions: `b .. n e`."""
+    missing = x.ndim - 2
+    index = indices[(slice(None), *(None,) * missing)]  # b 1 .. m
+    if dim == -2:
+        index = index.mT
+    return x.take_along_dim(index, dim=dim)
 
 
 def _softmax(
@@ -242,28 +249,15 @@ def _softmax(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Runs a softmax; one over all tokens returns a map, which is noted."""
-    is_map = dim in (-1, input.ndim - 1) and watching.is_map(input.shape)
-    if is_map and watching.hides_memory:
-        input = input.masked_fill(watching.is_memory(input.device), -torch.inf)
+    """Runs a softmax; one over all tokens returns a map, which is noted.
+
+    But in the run on a memory: it has no keys and values.
+    """
     out: Tensor = func(input, dim, *args, **kwargs)
-    if is_map:
-        watching.note(AttentionMap(weights=_noted(out)))
+    is_map = dim in (-1, input.ndim - 1) and watching.is_map(input.shape)
+    if is_map and not watching.of_memory:
+        watching.note(AttentionMap(weights=_noted(out)), None)
     return out
-
-
-def _dropout(watching: Watching, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Draws for the block's own tokens alone, as without a memory."""
-    if input.ndim < 3 or input.shape[-2] != watching.total():
-        return F.dropout(input, *args, **kwargs)
-    return _padded(F.dropout(input[..., : watching.n, :], *args, **kwargs), watching)
-
-
-def _sum(watching: Watching, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-    """Adds; the sum of two tensors of tokens, `b n|n+m d`, is that of the own ones, `b n d`."""
-    if all(watching.are_tokens(x) for x in args):
-        args = tuple(x[:, : watching.n] for x in args)
-    return func(*args, **kwargs)
 
 
 def _multihead(
@@ -285,21 +279,26 @@ def _multihead(
     attn_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Runs multi_head_attention_forward, `n b d`, which hides its own calls, and notes its map."""
+    """Runs multi_head_attention_forward, `n b d`, which hides its own calls, and notes its map.
+
+    Its keys and values are tokens, which it projects one by one, and so are those of a memory.
+    """
     if watching.is_map(torch.Size([query.shape[1], num_heads, len(query), len(key)])):
         has_further_keys = bias_k is not None or add_zero_attn
         has_mask = key_padding_mask is not None or attn_mask is not None
         if in_proj_weight is None or has_further_keys or has_mask:
-            raise ValueError(
-                "TokenMixup supports torch's multi-head attention without a mask, bias_k, bias_v "
-                "and add_zero_attn, and with one width of queries, keys and values"
+            raise Refused(
+                f"{watching.name}: TokenMixup supports torch's multi-head attention without a "
+                "mask, bias_k, bias_v and add_zero_attn, and with one width of queries, keys and "
+                "values"
             )
         seen = None
         if watching.keeps_map:
             seen = _map_of_multihead(query, key, num_heads, in_proj_weight, in_proj_bias)
-        watching.note(seen)
-        if watching.hides_memory:
-            attn_mask = watching.is_memory(query.device).expand(len(query), -1)
+        attended = Attended(key.transpose(0, 1), value.transpose(0, 1))
+        if watching.note(seen, attended) and watching.memory is not None:
+            attended = watching.memory.after(attended)
+            key, value = (x.transpose(0, 1) for x in attended)
     return MULTIHEAD(
         query,
         key,

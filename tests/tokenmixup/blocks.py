@@ -6,7 +6,6 @@ Letters: b batch, h heads, n tokens, m memory, d width, e head width.
 
 import contextlib
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ class Block(nn.Module):
     """Attention and MLP, as timm has them; the blocks below differ in one thing each."""
 
     heads = HEADS
+    memory_places: Tensor | None = None  # b m, by hand: those of the memory's tokens
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,9 +68,18 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x)), attn
 
     def attended_by_hand(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """The own tokens draw as without a memory, which draws the same numbers."""
         n = x.shape[1]
-        q, k, v = self.projected(self.norm1(torch.cat([x, memory], dim=1)))
-        attn = exponential(self.scores(q[:, :, :n], k))
+        state = torch.get_rng_state()
+        q, k, v = self.projected(self.norm1(x))
+        if memory.shape[1]:
+            after = torch.get_rng_state()
+            torch.set_rng_state(state)
+            _, memory_k, memory_v = self.projected(self.norm1(memory))
+            torch.set_rng_state(after)
+            k = torch.cat([k, memory_k], dim=2)
+            v = torch.cat([v, memory_v], dim=2)
+        attn = exponential(self.scores(q, k))
         x = x + self.merged(self.dropped(attn) @ v)
         return x, attn[..., :n]
 
@@ -121,16 +130,111 @@ class Fused(Block):
     pass
 
 
-@case("map")
+@case("map", vtm=False)
 class Softmax(Block):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.softmax(self.scores(q, k), -1) @ v
 
 
-@case("map")
+@case("map", vtm=False)
 class SoftmaxByName(Block):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.softmax(input=self.scores(q, k), dim=3) @ v
+
+
+@case("map", vtm=False)
+class SpecialSoftmax(Block):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.special.softmax(self.scores(q, k), -1) @ v
+
+
+@case("map", vtm=False)
+class GroupsByEinsum(Block):
+    """A map `b g r n n`: two groups of two heads."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(1, (2, 2)) for x in (q, k, v))
+        scores = torch.einsum("bgrie,bgrje->bgrij", q, k) / math.sqrt(q.shape[-1])
+        return torch.einsum("bgrij,bgrje->bgrie", scores.softmax(-1), v).flatten(1, 2)
+
+
+@case("map")
+class GroupsFused(Block):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return SDPA(*(x.unflatten(1, (2, 2)) for x in (q, k, v))).flatten(1, 2)
+
+
+class FewKeys(Block):
+    """Scores that are masked; HTM alone."""
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        scores = super().scores(q, k)
+        return scores.masked_fill(~self.is_key(scores), -math.inf)
+
+    def is_key(self, scores: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.scores(q, k).softmax(-1) @ v
+
+
+@case("map", vtm=False)
+class BestKeys(FewKeys):
+    best = 2
+
+    def is_key(self, scores: Tensor) -> Tensor:
+        return scores >= scores.topk(self.best, dim=-1).values[..., -1:]
+
+
+@case("map", vtm=False)
+class BestKey(BestKeys):
+    best = 1
+
+
+@case("map", vtm=False)
+class Neighbours(FewKeys):
+    def is_key(self, scores: Tensor) -> Tensor:
+        place = torch.arange(scores.shape[-1])
+        return (place[:, None] - place).abs() <= 1
+
+
+@case("map")
+class ExpertsAsTokens(Block):
+    """Two routers, over as many experts as there are tokens."""
+
+    def attention(self, x: Tensor) -> Tensor:
+        return super().attention(x) + self.routed(x)
+
+    def routed(self, x: Tensor) -> Tensor:
+        return self.down(F.pad(self.up(x)[..., :TOKENS].softmax(-1), (0, WIDTH - TOKENS)))
+
+    def forward(self, x: Tensor) -> Any:
+        x = x + self.routed(self.norm1(x))
+        x = x + self.attention(self.norm1(x))
+        return x + self.routed(x)
+
+    def by_hand(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + self.routed(self.norm1(x))
+        memory = memory + self.routed(self.norm1(memory))
+        attended, attn = self.attended_by_hand(x, memory)
+        x = attended + self.routed(self.norm1(x))
+        return x + self.routed(x), attn
+
+
+@case("map")
+class Rounded(Block):
+    """Activations of 8 bits, token by token."""
+
+    def projected(self, x: Tensor) -> Tensor:
+        return super().projected(rounded(x))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return super().mlp(rounded(x))
+
+
+def rounded(x: Tensor) -> Tensor:
+    scale = 127 / x.abs().amax(dim=-1, keepdim=True)
+    return x + ((x * scale).round() / scale - x).detach()
 
 
 @case("map")
@@ -235,7 +339,7 @@ class SamplesStandardised(Block):
         return super().projected(x)
 
 
-# 2. Beside its attention a block works token by token (VTM)
+# 2. Keys and values of a token do not depend on the others; all else may (VTM)
 
 
 @case("tokens")
@@ -279,9 +383,9 @@ class SqueezeAndExcite(Block):
         return x * self.up(mean).sigmoid()
 
 
-@case("tokens", vtm=False)
+@case("tokens")
 class ExciteInPlace(SqueezeAndExcite):
-    """Its sum in place keeps the tokens of a memory, which the MLP then sees."""
+    """With a residual sum in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         attended = self.attention(self.norm1(x))
@@ -291,7 +395,7 @@ class ExciteInPlace(SqueezeAndExcite):
 
 @case("tokens", samples=20)
 class TokensFirst(Block):
-    """Works on `n b d`; with the memory of the test there are as many tokens as samples."""
+    """Works on `n b d`; with the memory of the test there are as many keys as samples."""
 
     def forward(self, x: Tensor) -> Tensor:
         attended = self.attention(self.norm1(x)).transpose(0, 1)
@@ -301,7 +405,7 @@ class TokensFirst(Block):
 
 @case("tokens")
 class Parallel(Block):
-    """The MLP sees the block's input, which has the tokens of a memory."""
+    """The MLP sees the block's input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.attention(self.norm1(x)) + self.mlp(self.norm2(x))
@@ -359,6 +463,72 @@ class SoftExperts(Block):
         return exponential(share) @ self.down(slots)
 
 
+@case("tokens")
+class Gated(Block):
+    """GTrXL's: a gate of the block's input and its attention."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.gated(x, self.attention(self.norm1(x)))
+
+    def gated(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = torch.lerp(x, torch.tanh(self.down(attended)), self.up(x).sigmoid())
+        return x + self.mlp(self.norm2(x))
+
+    def by_hand(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        whole, attn = self.attended_by_hand(x, memory)
+        return self.gated(x, whole - x), attn
+
+
+@case("tokens")
+class Normalised(Gated):
+    """nGPT's: lengths of 1, whose gradients a row of zeros would make nan."""
+
+    def gated(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + 0.1 * (attended / attended.norm(dim=-1, keepdim=True) - x)
+        return x + self.mlp(self.norm2(x))
+
+
+@case("tokens")
+class ChannelsFirst(Gated):
+    """Sums and dropout on `b d n`."""
+
+    def gated(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = (x.mT + F.dropout(attended.mT, 1e-12, self.training)).mT
+        return x + self.mlp(self.norm2(x))
+
+
+@case("tokens")
+class CapturedShape(Gated):
+    """Positions behind the attention, and a shape from in front of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(TOKENS, WIDTH))
+
+    def gated(self, x: Tensor, attended: Tensor) -> Tensor:
+        b, n, d = x.shape
+        x = x + attended + self.table
+        return x + self.mlp(self.norm2(x).reshape(b * n, d)).reshape(b, n, d)
+
+
+@case("tokens")
+class SkippedTokens(Gated):
+    """What a router leaves out keeps the block's input."""
+
+    def gated(self, x: Tensor, attended: Tensor) -> Tensor:
+        whole = x + attended
+        whole = whole + self.mlp(self.norm2(whole))
+        return torch.where(self.up(x).mean(dim=-1, keepdim=True) > 0, whole, x)
+
+
+@case("tokens", vtm=False)
+class MeanSubtractedInTraining(Block):
+    def projected(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().projected(x)
+        return super().projected(x - x.mean(dim=1, keepdim=True))
+
+
 @case("tokens", vtm=False)
 class MeanSubtracted(Block):
     def projected(self, x: Tensor) -> Tensor:
@@ -384,13 +554,21 @@ def rotated(x: Tensor, angle: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
-@case("tokens", vtm=False)
+@case("tokens")
 class Distances(Block):
-    """A bias by distance (ALiBi), made from the number of tokens."""
+    """A bias by distance (ALiBi), made from the number of tokens: a memory has that of its places.
+
+    In the map by hand, where there is no memory, there are no places.
+    """
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        bias = self.bias(k.shape[2])
-        return super().scores(q, k) + bias[: q.shape[2]]
+        n = q.shape[2]
+        bias = self.bias(n).expand(len(q), 1, n, n)
+        if k.shape[2] > n:
+            assert self.memory_places is not None
+            columns = bias.take_along_dim(self.memory_places[:, None, None], dim=3)
+            bias = torch.cat([bias, columns], dim=3)
+        return super().scores(q, k) + bias
 
     def bias(self, n: int) -> Tensor:
         place = torch.arange(n)
@@ -414,7 +592,7 @@ class AddedPositions(Block):
 
 @case("tokens", vtm=False)
 class BiasBehindSoftmax(Block):
-    """Each key counts a little more, so that further keys change the sum."""
+    """Each key counts a little more."""
 
     def dropped(self, attn: Tensor) -> Tensor:
         return attn + 0.1
@@ -423,19 +601,19 @@ class BiasBehindSoftmax(Block):
         return self.dropped(self.scores(q, k).softmax(dim=-1)) @ v
 
 
-@case("tokens", vtm=False)
+@case("tokens")
 class CountedKeys(Block):
-    """Scores that are scaled by the logarithm of the number of keys."""
+    """Scores that are scaled by the logarithm of the number of its own keys."""
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        return super().scores(q, k) * math.log(k.shape[2])
+        return super().scores(q, k) * math.log(q.shape[2])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scale = math.log(k.shape[2]) / math.sqrt(q.shape[-1])
         return SDPA(q, k, v, scale=scale)
 
 
-# 3. Dropout over n + m tokens is that of the MLP (VTM)
+# 3. A block's own tokens draw as without a memory (VTM)
 
 
 class Random(Block):
@@ -463,7 +641,7 @@ class OfFusedAttention(Random):
         return self.drop(attn)
 
 
-@case("dropout")
+@case("dropout", vtm=False)
 class OfAttention(OfFusedAttention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.dropped(self.scores(q, k).softmax(dim=-1)) @ v
@@ -516,6 +694,14 @@ class LoRAThatBegins(Random):
 
 
 @case("dropout")
+class LoRAAndMlp(LoRA):
+    """What the memory draws moves no number of the MLP's."""
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.drop(super().mlp(x))
+
+
+@case("dropout")
 class DoRA(Random):
     def __init__(self) -> None:
         super().__init__()
@@ -555,16 +741,6 @@ class ByHand(Random):
             return super().mlp(x)
         kept = (torch.rand(x.shape) > 0.3) / 0.7
         return super().mlp(x) * kept
-
-
-@case("dropout")
-class OfAnotherGenerator(Random):
-    """Which nobody seeds. Random for other batches than the test's, such as that of the proof."""
-
-    def mlp(self, x: Tensor) -> Tensor:
-        if self.training and len(x) != 4:
-            return super().mlp(x) * random.random()
-        return super().mlp(x)
 
 
 @case("dropout", vtm=False)
@@ -710,7 +886,7 @@ class TriedAgain(Trying):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         for _ in range(3):
             try:
-                return self.scores(q, k).softmax(dim=-1) @ v
+                return SDPA(q, k, v)
             except Exception:
                 self.failed = True
         return self.wrong(q, k, v)
@@ -752,7 +928,7 @@ class ExceptAllOutside(Trying):
             return x
 
 
-@case("errors", htm=False, vtm=False)
+@case("errors")
 class ToASoftmax(ExceptAll):
     def wrong(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.scores(k, q).softmax(dim=-1) @ v

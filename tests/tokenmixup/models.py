@@ -192,7 +192,7 @@ KINDS: dict[str, Kind] = {
     "relpos": of_timm("vit_relpos_small_patch16_224", 0),  # an MLP of them in each block
     "relpos, shared": of_timm("vit_srelpos_small_patch16_224", 0),  # and one for all
     "relpos, class token": of_timm("vit_relpos_medium_patch16_cls_224", 1, True),
-    # talking heads add a bias behind the softmax, so that every further key counts
+    # talking heads: attention by a softmax of its own
     "cait": of_timm("cait_xxs24_224", 0, depth_token_only=1)._replace(vtm=False),
     "norms behind": of_timm("vit_base_patch16_rpn_224", 0),  # the attention
     "parallel": of_timm("vit_base_patch16_xp_224", 1, True),  # attention and MLP
@@ -214,7 +214,9 @@ KINDS: dict[str, Kind] = {
         unused="dinov2.embeddings.mask_token",
     ),
     "encoder": Kind(lambda: (Encoded(), ENCODED), blocks="encoder.layers"),
-    "by hand": Kind(lambda: (HandMade(), BY_HAND), 1, True, blocks="layers"),
+    "by hand": Kind(
+        lambda: (HandMade(), BY_HAND), 1, True, blocks="layers", vtm=False, listed="eager"
+    ),
     "swin": staged(
         "swin_tiny_patch4_window7_224", (0, 1, 2, 3, 5, 6), 64, "layers.*.blocks", **SWIN
     ),

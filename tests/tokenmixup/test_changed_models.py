@@ -35,6 +35,7 @@ from tests.tokenmixup.models import (
 )
 from tokenmixup import Adapter, TokenMixup, attach, training_loss
 
+HTM_ALONE: dict[str, Any] = {"htm": BOTH["htm"]}  # for attention by a softmax of its own
 PLAIN: dict[str, Any] = {**BOTH["htm"], "tau": 0.0}
 Patch = pytest.MonkeyPatch
 
@@ -45,14 +46,15 @@ class Row(NamedTuple):
     change: Callable[[Any], Any]
     build: Callable[[], Any] = vit
     adapter: Adapter | None = None
+    settings: dict[str, Any] = BOTH
 
 
 ROWS: dict[str, Row] = {}
 
 
-def row(build: Any = vit, adapter: Adapter | None = None) -> Any:
+def row(**more: Any) -> Any:
     def enter(change: Any) -> Any:
-        ROWS[change.__name__] = Row(change, build, adapter)
+        ROWS[change.__name__] = Row(change, **more)
         return change
 
     return enter
@@ -106,7 +108,7 @@ def attention_replaced(model: Any) -> None:
 
 @row()
 def composed_attention(model: Any) -> None:
-    for index in (0, 2):
+    for index in (0, 1):  # a source of VTM, and HTM's
         model.blocks[index].attn.fused_attn = False
 
 
@@ -136,7 +138,7 @@ def layer_of_an_encoder_replaced(model: Any) -> None:
     model.encoder.layers[1] = randomized(layer)
 
 
-@row(build=hf_vit)
+@row(build=hf_vit, settings=HTM_ALONE)
 def eager_attention(model: Any) -> None:
     model.set_attn_implementation("eager")
 
@@ -186,7 +188,7 @@ def assert_same(ours: Step, theirs: Step) -> None:
 def test_a_model_that_has_been_changed_is_the_model(name: str):
     of = ROWS[name]
     for layer in range(3):
-        settings = {**BOTH, "manifold_mixup": {"layers": [layer]}}
+        settings = {**of.settings, "manifold_mixup": {"layers": [layer]}}
         late = operated(of, module_of(of, of.build(), **settings))
         early = module_of(of, changed(of, of.build()), **settings)
         assert_same(step_of_module(late), step_of_module(early))
@@ -216,6 +218,7 @@ class Twin(NamedTuple):
     merge: Callable[[Any], Any]
     build: Callable[[], Any] = vit
     adapter: Adapter | None = None
+    settings: dict[str, Any] = BOTH
 
 
 TWINS: dict[str, Twin] = {}
@@ -361,8 +364,8 @@ def merged_queries(model: Any) -> None:
 
 
 def sharper(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **given: Any) -> Any:
-    attn = (1.5 * q @ k.mT * given["scaling"]).softmax(dim=-1)
-    return (attn @ v).transpose(1, 2), attn
+    out = F.scaled_dot_product_attention(1.5 * q, k, v, scale=given["scaling"])
+    return out.transpose(1, 2), None
 
 
 @twin(merged_queries, build=hf_vit)
@@ -391,7 +394,7 @@ def heads_that_share_their_keys(model: Any, patch: Patch) -> None:
     model.config._attn_implementation = "sharing"
 
 
-@twin(lambda model: model.set_attn_implementation("eager"), build=hf_vit)
+@twin(lambda model: model.set_attn_implementation("eager"), build=hf_vit, settings=HTM_ALONE)
 def maps_asked_for(model: Any, patch: Patch) -> None:
     model.set_attn_implementation("eager")
     model.config.output_attentions = True
@@ -407,7 +410,7 @@ def layers_compiled_one_by_one(model: Any, patch: Patch) -> None:
 @pytest.mark.parametrize("name", TWINS)
 def test_a_changed_attention_mixes_as_the_same_merged_into_its_weights(name: str, late: bool):
     of = TWINS[name]
-    settings = {**BOTH, "manifold_mixup": {"layers": [0]}}
+    settings = {**of.settings, "manifold_mixup": {"layers": [0]}}
     images, targets = batch()
     merged = of.build()
     of.merge(merged)

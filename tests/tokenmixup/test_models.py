@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from tests.conftest import CLASSES, gradients_of
+from reproduction.models.build import place
+from tests.conftest import CLASSES, drawn_batch, gradients_of, small_cct
 from tests.tokenmixup.models import (
     ENCODED,
     KINDS,
@@ -272,7 +273,10 @@ def with_positions(name: str, model: Any, images: Tensor, indices: list[Tensor])
 
 
 def with_tokens(name: str, model: Any, images: Tensor, indices: list[Tensor]) -> Tensor:
-    """Logits where block LAYER runs on its tokens and the memory's, and is cut to its own."""
+    """Logits where block LAYER runs on its tokens and the memory's, and is cut to its own.
+
+    This is Eq. 13 for a block that works token by token beside its attention.
+    """
     blocks = blocks_of(name, model)
     memory: list[Tensor] = []
     rows = torch.arange(len(images))[:, None]
@@ -328,6 +332,7 @@ def test_vtm_is_the_block_on_its_own_tokens_and_the_memory(name: str):
         ("torchvision", {"detector": "gradient"}),
         ("by hand", {"detector": "gradient"}),
         ("swin, padded", {"detector": "gradient"}),
+        ("by hand", {"rollout_steps": 1}),
         ("torchvision", {"rollout_steps": 1}),
         ("hf vit", {"rollout_steps": 1}),
         ("encoder", {"rollout_steps": 1}),
@@ -491,6 +496,17 @@ def test_saliency_is_what_a_block_of_ones_own_attends_to(kind: Any, vtm: Any, to
     call = calls[-1]  # those before it proved the block
     expected = block.received(*call.args, **call.given)
     assert_close(output.layers[0].saliency, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_model_placed_on_a_cpu_keeps_vtm_beside_dropout_of_attention():
+    """Whose other blocks leave the fused attention, which is slower there."""
+    module = attach(small_cct(attn_drop=0.1), CLASSES, vtm={"layer": 2, "kappa": 3})
+    module = place(module, torch.device("cpu")).train()
+    blocks: Any = module.model.blocks
+    assert [block.attn.fused_attn for block in blocks] == [False, False, True, False]
+    assert training_loss(module(*drawn_batch(4, 16))).isfinite()
+    plain = place(small_cct(attn_drop=0.1), torch.device("cpu"))
+    assert not any(block.attn.fused_attn for block in plain.blocks)
 
 
 def test_the_page_lists_the_models_that_are_served():

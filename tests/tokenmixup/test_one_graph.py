@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.conftest import CLASSES, assert_nothing_is_left, gradients_of, small_cct, small_vit
-from tests.tokenmixup.models import KINDS, build, of_each_kind
+from tests.tokenmixup.models import KINDS, WITH_MEMORY, build, of_each_kind
 from tokenmixup import TokenMixup, attach, training_loss
 
 HTM: dict[str, Any] = {"layer": 1, "rho": 0.0}
@@ -146,7 +146,7 @@ def test_every_kind_of_model_is_one_graph(name: str):
         pytest.skip("torch 2.11 tells transformers that it exports, which then passes a mask")
     model, adapter = build(name)
     settings = BOTH
-    if KINDS[name].stages:
+    if name not in WITH_MEMORY:
         settings = {"htm": {**HTM, "layer": KINDS[name].layers[1]}}
     eager, module = pair(lambda: model, adapter=adapter, **settings)
     counter = compiled(module)
@@ -157,9 +157,25 @@ def test_every_kind_of_model_is_one_graph(name: str):
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_is_one_graph_with_eager_gradients(precision: torch.dtype):
     """The compiled backward pass is without autocast, as the eager one: ScoreNet's is exact."""
-    eager, module = pair(dropping_vit, **BOTH)
+    eager, module = pair(dropping_vit, htm=HTM)
     counter = compiled(module)
     assert_same_steps(module, eager, 32, STEPS[:2], precision)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_with_vtm_is_as_exact_compiled(precision: torch.dtype):
+    """Its block uses weights twice, whose gradients are summed in either of two precisions."""
+    eager, module = pair(dropping_vit, vtm=VTM)
+    exact = copy.deepcopy(eager)
+    counter = compiled(module)
+    ours = step(module, 32, 6, 3, precision=precision)
+    theirs = step(eager, 32, 6, 3, precision=precision)
+    expected = step(exact, 32, 6, 3)
+    outputs = len(ours) - len(gradients_of(module))
+    assert all(map(torch.equal, ours[:outputs], theirs[:outputs]))
+    for one, other, right in zip(ours, theirs, expected, strict=True):
+        assert (one - right).norm() <= 1.01 * (other - right).norm()
     assert counter.frame_count == 1
 
 

@@ -173,6 +173,16 @@ def class_of_a_block_swapped(model: Any) -> None:
     model.blocks[2].__class__ = Merging
 
 
+@row("block 2 .*fused_attn")
+def softmax_of_its_own_with_vtm(model: Any) -> None:
+    model.blocks[2].attn.fused_attn = False
+
+
+@row("block 2 .*attn_implementation=sdpa", build=hf_vit)
+def eager_attention_with_vtm(model: Any) -> None:
+    model.set_attn_implementation("eager")
+
+
 @row("block 1")
 def attention_without_a_softmax(model: Any) -> None:
     model.blocks[1].attn.forward = lambda x, **given: x
@@ -335,6 +345,14 @@ def with_class_token() -> Any:
     return model
 
 
+def with_first_token() -> Any:
+    """The same by another name; nothing tells how many patches there are."""
+    model = with_class_token()
+    model.first_token = model.cls_token
+    del model.cls_token
+    return model
+
+
 @pytest.mark.parametrize(
     ("told", "build", "settings"),
     [
@@ -367,6 +385,7 @@ def with_class_token() -> Any:
         ),
         ("needs an Adapter", encoded, BOTH),
         ("class token", with_class_token, BOTH),
+        ("no patch_embed", with_first_token, BOTH),
     ],
 )
 def test_attach_refuses_what_it_can_see_at_once(told: str, build: Any, settings: Any):

@@ -16,7 +16,7 @@ from reproduction.models.cct import CCT
 from reproduction.models.library import build_library_model, build_vit
 from reproduction.models.names import State
 from reproduction.models.weights import Weights, extract_weights, matching_state, read_file
-from tokenmixup import TokenMixup, attach
+from tokenmixup import TokenMixup, attach, blocks_of
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -151,17 +151,26 @@ def place(model: AnyModule, device: torch.device) -> AnyModule:
     """Moves the model to its device and optimises it for the device.
 
     Convolutions use channels last, and no TF32 (matrix products use none by default). On a CPU,
-    attention with dropout does not use the fused kernel, which is slower there, and freed memory is
-    kept, see `keep_freed_memory`.
+    attention with dropout does not use the fused kernel, which is slower there, but in the blocks
+    of VTM, which needs it; and freed memory is kept, see `keep_freed_memory`.
     """
     if device.type == "cpu":
         keep_freed_memory()
+        fused = [part for block in blocks_of_vtm(model) for part in block.modules()]
         for module in model.modules():
-            if isinstance(module, Attention) and module.attn_drop.p > 0:
+            if isinstance(module, Attention) and module.attn_drop.p > 0 and module not in fused:
                 setattr(module, "fused_attn", False)  # typed Final, but an instance attribute
     torch.backends.cudnn.allow_tf32 = False
     model.to(memory_format=torch.channels_last)
     return model.to(device)
+
+
+def blocks_of_vtm(model: nn.Module) -> list[nn.Module]:
+    """Returns the blocks whose attention gets VTM's memory."""
+    if not isinstance(model, TokenMixup) or model.vtm is None:
+        return []
+    blocks = blocks_of(model.model, model.adapter)
+    return [blocks[layer] for layer in model.vtm.by_layer]
 
 
 def count_parameters(module: nn.Module) -> int:
