@@ -253,11 +253,11 @@ class Settings:
                 return name
         return key
 
-    def bases(self, against: str) -> dict[str, str]:
-        """Returns, for each row that has one, the row that differs from it in this key alone.
+    def bases(self, against: str) -> dict[str, str | None]:
+        """Returns, for each row without this value, the row with it that differs in nothing else.
 
-        `against` is KEY=VALUE, and that row has the value. UserError if no row has it, or if the
-        key is not the name of a single setting.
+        None for a row that has no such base, or more than one. UserError if no row, or each one,
+        has the value, or if the key is not the name of a single setting.
         """
         name, _, typed = against.partition("=")
         known = self.named(name)
@@ -267,15 +267,15 @@ class Settings:
         having = []
         if known:
             having = [row for row, x in self.values[known[0]].items() if value_text(x) == text]
-        if not having:
+        if len(having) in (0, len(self.by_row)):
             heads, _ = self.heads
             each = {f"{key}={value_text(x)}": 0 for key in heads for x in self.values[key].values()}
             raise UserError(f"against={against}: must be one of {', '.join(each) or 'none'}")
-        bases = {}
+        bases: dict[str, str | None] = {}
         for row in self.by_row:
             fitting = [base for base in having if self.differ_in(row, base) == {known[0]}]
-            if len(fitting) == 1:
-                bases[row] = fitting[0]
+            if row not in having:
+                bases[row] = fitting[0] if len(fitting) == 1 else None
         return bases
 
     def differ_in(self, row: str, other: str) -> set[str]:
@@ -336,7 +336,7 @@ def table_of(settings: Settings, runs: Sequence[Run], against: str | None = None
     """Returns the table of these rows, whose columns are the settings in which they differ."""
     chosen = counted(runs)
     heads, following = settings.heads
-    bases: dict[str, str] = {}
+    bases: dict[str, str | None] = {}
     notes = []
     common = [name for name in NAMES if name not in heads]
     if common:
@@ -346,9 +346,10 @@ def table_of(settings: Settings, runs: Sequence[Run], against: str | None = None
         notes.append(f"differs as well: {', '.join(following)}")
     if against is not None:
         bases = settings.bases(against)
-        others = len(settings.by_row) - len(bases)
-        reason = f"for them no row, or more than one, has {against} and all else alike"
-        notes.append(f"rows that are not compared: {others}; {reason}")
+        alone = [*bases.values()].count(None)
+        if alone:
+            reason = f"for each no row, or more than one, has {against} and differs in nothing else"
+            notes.append(f"rows that are not compared: {alone}; {reason}")
     rows = []
     for key in settings.in_order(heads):
         values = {head: settings.values[head][key] for head in heads}
@@ -359,7 +360,7 @@ def table_of(settings: Settings, runs: Sequence[Run], against: str | None = None
             row_hash=key,
             status_text=status_of(key, runs, chosen),
         )
-        if key in bases:
+        if bases.get(key) is not None:
             row = replace(row, against=bases[key], against_text=str(against))
         rows.append(row)
     outcome = judged_by(chosen.runs)
