@@ -29,17 +29,10 @@ import yaml
 from filelock import FileLock, Timeout
 
 from reproduction.config import Config
+from reproduction.errors import UserError, reason_of, warn
+from reproduction.files import flush, is_left_over, write_text
 from reproduction.identity import changes, run_hash, saved
-from reproduction.system import (
-    UserError,
-    flush,
-    is_first_rank,
-    is_left_over,
-    launched_ranks,
-    reason_of,
-    warn,
-    write_text,
-)
+from reproduction.machine import is_first_rank, launched_ranks
 
 
 class RunFolder:
