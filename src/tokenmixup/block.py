@@ -186,7 +186,9 @@ def attended_of_memory(forward: Forward, entry: BlockInput, memory: Memory) -> A
     if not generators:
         keys, values = attended_of(forward, alone)
     elif torch.compiler.is_compiling():
-        raise Refused(f"{entry.name} draws in front of its attention: with VTM it is no part of one graph")
+        raise Refused(
+            f"{entry.name} draws in front of its attention: with VTM it is no part of one graph"
+        )
     else:
         with unchanged(*generators):
             keys, values = attended_of(forward, alone)
