@@ -5,7 +5,7 @@ properties of `trial.py`: once, and again when the block or what it gets is no l
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,9 +28,9 @@ class Proof:
 
     state: list[Any]
     is_due: bool  # else nothing is to be proved of it, or nothing can be
-    # what was found out about it: for each kind of its runs, in the modes of its parts
-    by_modes: dict[tuple[bool, ...], list[tuple[Any, Sight]]] = field(default_factory=dict)
-    found: list[tuple[Any, Sight]] = field(default_factory=list)  # in today's modes
+    # what was found out about it: for each kind of its arguments, in all modes of training
+    by_mode: dict[Any, list[tuple[Any, Sight]]] = field(default_factory=dict)
+    found: list[tuple[Any, Sight]] = field(default_factory=list)  # in the present mode
 
 
 class Proofs:
@@ -44,7 +44,8 @@ class Proofs:
 
         Returns whether any is still to be proved. Raises ValueError for parts that cannot serve.
         """
-        states = {index: state_of(plan, images) for index, plan in plans.items()}
+        parts = {index: list(plan.block.modules()) for index, plan in plans.items()}
+        states = {i: state_of(plan, parts[i], images) for i, plan in plans.items()}
         kept = {i: proof for i, proof in self.by_block.items() if proof.state == states.get(i)}
         new = [plan for index, plan in plans.items() if index not in kept]
         for plan in new:
@@ -53,18 +54,18 @@ class Proofs:
         for plan in new:
             is_due = can_run and plan.tried is not None
             kept[plan.index] = Proof(states[plan.index], is_due)
-        for index, plan in plans.items():
-            modes = tuple(part.training for part in plan.block.modules())
-            kept[index].found = kept[index].by_modes.setdefault(modes, [])
+        due = {index: proof for index, proof in kept.items() if proof.is_due}
+        for index, proof in due.items():
+            proof.found = proof.by_mode.setdefault(mode_of(parts[index], images), [])
         self.by_block = kept
-        return any(proof.is_due and not proof.found for proof in kept.values())
+        return not all(proof.found for proof in due.values())
 
     def proved(self, plan: Plan, entry: BlockInput) -> BlockInput:
         """Returns the input with what is known of the block, which is proved if that is due."""
         proof = self.by_block[plan.index]
         if not proof.is_due:
             return entry
-        kind = kinds_of_run(entry)
+        kind = [kinds_of(entry.args[1:]), kinds_of(entry.kwargs)]
         for known, sight in proof.found:
             if known == kind:
                 return replace(entry, sight=sight)
@@ -86,11 +87,11 @@ def can_run_apart(model: nn.Module, images: Tensor) -> bool:
     return images.device.type != "meta"
 
 
-def state_of(plan: Plan, images: Tensor) -> list[Any]:
+def state_of(plan: Plan, parts: Sequence[nn.Module], images: Tensor) -> list[Any]:
     """Returns what a proof holds for: any part of a block may be replaced at any time."""
     has_memory = plan.vtm is not None
     state: list[Any] = [plan.adapter, plan.tried, has_memory, images.dtype, images.device]
-    for part in plan.block.modules():
+    for part in parts:
         state += [part, type(part), part.forward]
         state += part._forward_pre_hooks.values()
         state += part._forward_hooks.values()
@@ -110,11 +111,11 @@ def kinds_of(given: Any) -> Any:
     return type(given)
 
 
-def kinds_of_run(entry: BlockInput) -> list[Any]:
-    """Returns what tells the runs of a block from those of another kind, in the same modes."""
-    is_single = len(entry.tokens) == 1  # has no others, of which it could be independent
-    own = [is_single, torch.is_grad_enabled(), dtype_of(entry.tokens)]
-    return [*own, kinds_of(entry.args[1:]), kinds_of(entry.kwargs)]
+def mode_of(parts: Sequence[nn.Module], images: Tensor) -> Any:
+    """Returns how a block is to train."""
+    modes = tuple(part.training for part in parts)
+    is_single = len(images) == 1  # there are no others, of which it could be independent
+    return modes, is_single, torch.is_grad_enabled(), dtype_of(images)
 
 
 def check_parts(plan: Plan) -> None:

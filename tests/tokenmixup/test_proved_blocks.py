@@ -512,6 +512,19 @@ def test_a_compiled_module_is_proved_as_well(name: str):
         module(*batch_of(CASES[name]))
 
 
+def test_a_compiled_module_is_proved_anew_for_another_way_to_train():
+    """A last batch of one sample, other precisions, no gradients."""
+    case = CASES["map: Fused"]
+    module = attached(case, htm=HTM, vtm={"layer": 1, "kappa": 2})
+    module.compile(backend="eager", fullgraph=True, dynamic=False)
+    images, targets = batch_of(case)
+    module(images, targets)
+    module(images[:1], targets[:1])
+    assert module.mixed_pairs(images, targets) is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(images, targets).mask.any()
+
+
 def test_a_compiled_block_that_draws_in_front_of_its_attention_is_refused():
     """The memory would move the numbers that its own tokens draw."""
     module = attached(CASES["dropout: LoRA"], vtm=VTM)
