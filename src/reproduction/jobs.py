@@ -30,11 +30,14 @@ def train_here(point: Point) -> None:
 
     say(str(point.folder.path))
     command = shlex.join(["python", "train.py", *line_of_words(), *point.words])
+    failure = None
     try:
         origin = {"overrides": point.words, "command": command}
         write_report(point.folder, run_training(point.config, origin))
     except Exception as error:
-        raise ending(error, point.config) from None
+        failure = ending(error, point.config)
+    if failure is not None:  # raised out here it has no context, which would keep the model
+        raise failure
 
 
 def objective(point: Point, name: str) -> float | None:
