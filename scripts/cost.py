@@ -15,6 +15,7 @@ import pandas as pd
 import torch
 
 from reproduction.config import Config, Dataset
+from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import opened
 from reproduction.points import Point
 from reproduction.studies.study import FULL, plan, studies
@@ -73,7 +74,8 @@ def cost(planned: Point, device: str) -> dict[str, Any]:
     """Returns the row of a run, but for how many there are of it."""
     config = planned.config
     images = images_of(config.dataset)
-    in_all = config.recipe.epochs * (images.train + images.held_out / 3)
+    trained = TrainingBatches(config, images.train, rank=0, ranks=1).epoch_images
+    in_all = config.recipe.epochs * (trained + images.held_out / 3)
     row = {"batch": config.recipe.batch_size}
     row |= speed(planned.words, config, images.classes, device)
     return row | {"hours": in_all / row["images/s"] / 3600}

@@ -43,6 +43,8 @@ from reproduction.models.build import (
 )
 from reproduction.models.cct import CCT  # noqa: F401
 from reproduction.points import compose
+from reproduction.training.ranks import World
+from reproduction.training.step import Trainer
 from reproduction.words import with_words
 from scripts import bench
 from tokenmixup import TokenMixup
@@ -319,6 +321,8 @@ PLACES = {
     "step": "reproduction.training.step.learning_rate",
     "loader": "reproduction.data.loaders.seed_generators",
     "evaluation": "reproduction.training.evaluate.evaluating",
+    "loss": "reproduction.training.step.training_loss",
+    "gain": "tokenmixup.assignment.check_finite",
 }
 
 
@@ -352,6 +356,20 @@ def predictions(path: str | Path) -> list[dict[str, str]]:
     """The rows of a file of predictions, or of another table of eval.py."""
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
+
+
+def as_recorded(line: Line) -> Line:
+    """A line of metrics.jsonl by the names of recorded ones, which called easy samples mixed.
+
+    Their tokens were those replaced in each easy sample.
+    """
+    if "easy_samples" not in line:
+        return line
+    easy = line["easy_samples"]
+    tokens = line["mixed_samples"] * line["mixed_tokens"] / max(easy, 1)
+    later = ("easy_samples", "input_mixed_samples")
+    others = {key: value for key, value in line.items() if key not in later}
+    return others | {"mixed_samples": easy, "mixed_tokens": tokens}
 
 
 def assert_same_lines(ours: list[Line], theirs: list[Line], **bound: float) -> None:
@@ -406,20 +424,26 @@ def build_trainer(*words: Words) -> Any:
     return bench.build_trainer(line_of(words))
 
 
+def build_trainer_of(world: World, *words: Words, classes: int = 10) -> Any:
+    """The trainer of a rank."""
+    config = config_of(words)
+    torch.manual_seed(config.seed)
+    module = build_module(config.model, config.augmentation, classes)
+    names = [str(label) for label in range(classes)]
+    return Trainer(config, world, module, names, steps_per_epoch=1)
+
+
 def step(trainer: Any, batch: tuple[Tensor, Tensor]) -> Step:
     """Trains a step on images (`b 3 h w`, uint8) and classes (`b`); words build a new trainer."""
     images, classes = batch
     if isinstance(trainer, tuple | list):
         trainer = build_trainer(trainer)
-    gradients: dict[str, Tensor] = {}  # none if float16's scaler skips the update
+    gradients: dict[str, Tensor] = {}
 
     def keep(optimizer: Any, *_: Any) -> None:
-        scale = getattr(optimizer, "grad_scale", None)  # of a scaler, unless they are clipped
-        if scale is None:
-            scale = 1
         for name, parameter in trainer.module.named_parameters():
             if parameter.grad is not None:
-                gradients[name] = parameter.grad / scale
+                gradients[name] = parameter.grad.clone()
 
     handle = trainer.optimizer.register_step_pre_hook(keep)
     try:

@@ -42,10 +42,12 @@ def disturbed(event: str, at: int, half: str = "train", rank: int = 0) -> Iterat
 
     The name of a signal sends it to the rank (which may be SIGKILL), or two names with a plus
     between them; `hang` sends SIGTERM and then waits for a second; `interrupt` raises
-    KeyboardInterrupt; `fail` an error.
+    KeyboardInterrupt; `fail` an error; `loss` or `gradient` lets the next one not be finite.
+    Contexts within each other let all of it happen.
     """
     read.update(train=0, held_out=0)
-    with mock.patch.dict(os.environ, {EVENT: f"{event} {at} {half} {rank}"}):
+    others = os.environ.get(EVENT, "")
+    with mock.patch.dict(os.environ, {EVENT: f"{others};{event} {at} {half} {rank}"}):
         yield
 
 
@@ -128,8 +130,17 @@ def _happen(half: str, index: int) -> None:
         with open(os.environ[LOG], "a") as file:
             file.write(f"{half} {index} {rank}\n")
     read[half] += 1
-    event, _, turn = os.environ.get(EVENT, "").partition(" ")
-    if turn != f"{read[half]} {half} {rank}":
+    for planned in os.environ.get(EVENT, "").split(";"):
+        event, _, turn = planned.partition(" ")
+        if turn == f"{read[half]} {half} {rank}":
+            _let_happen(event)
+
+
+def _let_happen(event: str) -> None:
+    if event in ("loss", "gradient"):
+        from tests.poison import poison_next  # which imports much, that no other event needs
+
+        poison_next(event)
         return
     if event == "interrupt":
         raise KeyboardInterrupt

@@ -104,7 +104,7 @@ def test_cost_multiplies_the_time_of_an_image_by_the_images_of_all_runs(here: Pa
     assert tiny[:3] == [2, 64, 16]  # runs, batch, images that are timed
     speed = tiny[3]
     hours = tiny[4]
-    images = 30000 * (1437 + 360 / 3)
+    images = 30000 * (22 * 64 + 360 / 3)
     assert hours == pytest.approx(images / speed / 3600, rel=0.01)
     both = hours + number(rows["own/conv"][4])
     assert number(rows["own"][0]) == pytest.approx(2 * both, rel=0.01)

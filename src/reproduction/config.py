@@ -214,6 +214,7 @@ class Recipe:
     epochs: Count
     max_steps: Count | None
     batch_size: Size
+    drop_last: StrictBool
     grad_accum_steps: Count
     optimizer: Literal["adamw", "sgd"]
     lr: Positive

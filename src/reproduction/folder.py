@@ -9,7 +9,7 @@ evaluation-*      what eval.py has written
 checkpoints/      last.pt and older ones to resume from, best.safetensors for evaluation
 
 A checkpoint holds configuration and summary as well, and counts where a loss of power has damaged
-the files beside it.
+the files beside it. The summary has the hash of the run: a config.yaml that was edited is refused.
 """
 
 import fcntl
@@ -74,9 +74,10 @@ class RunFolder:
         return True
 
     def check(self, config: Config) -> None:
-        """Raises UserError if this folder cannot be used for this run."""
+        """Raises UserError if this folder cannot be used for this run, or could not be read."""
         if not is_first_rank():
             return  # the first rank may already have created it for the others
+        saved(asdict(config))
         place = next(x for x in self.path.absolute().parents if os.path.lexists(x))
         if not place.is_dir():
             raise UserError(f"output_root={config.output_root}: {place} is no folder")
@@ -170,7 +171,7 @@ class RunFolder:
     def read_config(self) -> Config:
         """Returns the configuration, of a checkpoint if the file is damaged.
 
-        Raises UserError if this is not a run folder.
+        Raises UserError if this is not a run folder, or its file is not what has been trained.
         """
         try:
             with _named(self.config_path):
@@ -180,7 +181,24 @@ class RunFolder:
             if not raw:
                 raise
         with _named(self.config_path):  # saved() refuses a setting that is gone
-            return saved(raw)
+            config = saved(raw)
+        trained = self.read_summary().get("run_hash")  # earlier revisions recorded none
+        if trained not in (None, run_hash(config)):
+            reason = (
+                f"the run that it holds is {run_hash(config)}, and summary.json is of {trained}"
+            )
+            raise UserError(f"{self.config_path}: was changed: {reason}{self._changed(config)}")
+        return config
+
+    def _changed(self, config: Config) -> str:
+        """Says what has been changed in config.yaml, if a checkpoint tells it."""
+        paths = self.checkpoints()
+        if not paths:
+            return ""
+        held = _in_checkpoint(tuple(paths), paths[0].stat().st_mtime_ns)
+        if "config" not in held:
+            return ""
+        return f"; it has {', '.join(changes(config, saved(held['config'])))}"
 
     def read_summary(self) -> dict[str, Any]:
         """Returns the summary, of a checkpoint if the file is damaged; empty if there is none."""
@@ -188,11 +206,11 @@ class RunFolder:
             return {}
         try:
             with _named(self.summary_path):
-                return {**json.loads(self.summary_path.read_text())}
+                return summary_of_today(json.loads(self.summary_path.read_text()))
         except UserError as error:
             if self.best_path.exists() and not self.checkpoints():
                 raise  # the run may be finished, and so must not begin again
-            return self._rescued("summary", error)
+            return summary_of_today(self._rescued("summary", error))
 
     def _rescued(self, entry: str, error: UserError) -> dict[str, Any]:
         """Returns what the newest checkpoint holds of a damaged file, empty if nothing.
@@ -218,7 +236,7 @@ class RunFolder:
             return [], []
         with _named(self.metrics_path):
             text, _, _ = self.metrics_path.read_text().rpartition("\n")  # drops a truncated line
-            lines = [{**json.loads(line)} for line in text.splitlines()]
+            lines = [line_of_today(json.loads(line)) for line in text.splitlines()]
         return [x for x in lines if "step" in x], [x for x in lines if "step" not in x]
 
     def metrics_size(self) -> int:
@@ -290,6 +308,35 @@ class RunFolder:
         gone += filter(is_left_over, self.path.glob(".*.tmp"))
         for temporary in gone:
             temporary.unlink(missing_ok=True)
+
+
+# What the summary of an earlier revision has of the latest start alone.
+OF_A_START = ("git_revision", "versions", "hardware", "threads")
+
+
+def line_of_today(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a line of metrics, of any revision, by the names of this one.
+
+    Earlier ones called easy samples mixed ones, and did not count those with a replaced token.
+    """
+    if "easy_samples" in line:
+        return {**line}
+    found = {name: x for name, x in line.items() if not name.startswith("mixed_")}
+    for name in line.keys() - found.keys():
+        found[f"easy_{name.removeprefix('mixed_')}"] = line[name]
+    return found
+
+
+def summary_of_today(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the summary, or published line, of any revision by the names of this one.
+
+    `starts` has an entry for each start of the run: its `step`, revision, versions and machine.
+    """
+    found = line_of_today(summary)
+    if "git_revision" in summary:
+        start = {name: found.pop(name, None) for name in OF_A_START}
+        found["starts"] = [{"step": 0, **start}]
+    return found
 
 
 YAML_BEGIN = "---\n"

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from reproduction.config import SOURCES, Command, Config, validated
+from reproduction.system import UserError
 
 # Keys that do not change a result, and so not the identity of a run.
 NOT_RESULT = (
@@ -42,17 +43,23 @@ GONE: dict[str, list[Any] | None] = {
     "recipe.transforms.erasing_count": [1],
     "recipe.transforms.ratio": [[0.75, 1.3333], [1.0, 1.0]],
 }
-FIRST_DEFAULTS = {  # what a saved configuration without the key meant: the default has changed
+# What a saved configuration without the key meant. Conf may have another default today.
+COUNTED_DEFAULTS = {  # of keys that are in the hash of every run
     "augmentation.htm.tau": 2.0,
     "augmentation.htm.rho": 0.005,
     "recipe.log_every": 50,  # which published lines leave out
+}
+# A new key of the schema is entered here, with the value by which runs are what they were before
+# it. At this value it is in no hash, so that their folders keep their names.
+FIRST_DEFAULTS: dict[str, Any] = {
+    "recipe.drop_last": False,
 }
 
 
 def saved(raw: Mapping[str, Any]) -> Config:
     """Returns a saved configuration of any revision as the present schema understands it.
 
-    Raises ValueError for a setting that the present code does not have any more.
+    Raises UserError for a setting that the present code does not have any more.
     """
     values = dict(flat(raw))
     for key, held in GONE.items():
@@ -60,8 +67,8 @@ def saved(raw: Mapping[str, Any]) -> Config:
             continue
         value = values.pop(key)
         if held is not None and value not in held:
-            raise ValueError(f"{key}={value}: was a setting of an earlier revision, and is gone")
-    for key, value in FIRST_DEFAULTS.items():
+            raise UserError(f"{key}={value}: was a setting of an earlier revision, and is gone")
+    for key, value in (COUNTED_DEFAULTS | FIRST_DEFAULTS).items():
         group, _, _ = key.rpartition(".")
         if any(name.startswith(f"{group}.") for name in values):  # a run may have no htm
             values.setdefault(key, value)
@@ -113,31 +120,44 @@ def settings(config: Config) -> dict[str, Any]:
     return counted
 
 
-def settings_of_evaluation(config: Config) -> dict[str, Any]:
-    """Returns the settings that the result of evaluating weights depends on."""
-    parts = ("model.", "dataset.", "recipe.precision")
-    return {key: value for key, value in settings(config).items() if key.startswith(parts)}
-
-
 def digest(value: Any) -> str:
     """Returns 8 hex digits over the JSON of a value: its hash."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
+def counted_settings(config: Config) -> dict[str, Any]:
+    """Returns the settings that hashes are over: not those at their first default."""
+    counted = settings(config)
+    for key, value in FIRST_DEFAULTS.items():
+        if key in counted and counted[key] == value:
+            del counted[key]
+    return counted
+
+
+def settings_of_evaluation(config: Config) -> dict[str, Any]:
+    """Returns the settings that the result of evaluating weights depends on."""
+    parts = ("model.", "dataset.", "recipe.precision")
+    counted = counted_settings(config)
+    return {key: value for key, value in counted.items() if key.startswith(parts)}
+
+
 def run_hash(config: Config) -> str:
     """Returns the hash of the settings: two runs with the same one are the same run."""
-    return digest(settings(config))
-
-
-def shared_settings(config: Config) -> dict[str, Any]:
-    """Returns the settings but for the seed, which the runs of all seeds share."""
-    shared = settings(config)
-    del shared["seed"]
-    return shared
+    return digest(counted_settings(config))
 
 
 def row_hash(config: Config) -> str:
-    return digest(shared_settings(config))
+    """Returns the hash of the settings but for the seed, which the runs of all seeds share."""
+    counted = counted_settings(config)
+    del counted["seed"]
+    return digest(counted)
+
+
+def shared_settings(config: Config) -> dict[str, Any]:
+    """Returns the settings but for the seed."""
+    shared = settings(config)
+    del shared["seed"]
+    return shared
 
 
 def name_hash(config: Config) -> str:
@@ -145,7 +165,7 @@ def name_hash(config: Config) -> str:
 
     Not `run_hash`: the names of earlier revisions, which stay, count these two settings as well.
     """
-    counted = settings(config)
+    counted = counted_settings(config)
     counted["recipe.log_every"] = config.recipe.log_every
     if config.augmentation.cutmix is not None:
         counted["augmentation.cutmix.labels"] = "area"  # a key that is gone

@@ -283,7 +283,16 @@ def hardware_name(device: str) -> str:
 def git_revision() -> str | None:
     """The commit of this code, with `-dirty` if files have changed; None outside a repository."""
     here = Path(__file__)
-    git = partial(subprocess.run, cwd=here.parent, capture_output=True, text=True, check=True)
+    # git exports GIT_DIR and others to its hooks: those would name another repository
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("GIT_")}
+    git = partial(
+        subprocess.run,
+        cwd=here.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     try:
         # an installed package may lie in the repository of another project
         git(["git", "ls-files", "--error-unmatch", here.name])

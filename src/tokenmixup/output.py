@@ -37,7 +37,11 @@ class Stat(NamedTuple):
     is_max: bool = False
 
 
-UNMIXED = {"mixed_samples": Stat(0), "mixed_tokens": Stat(0, 0)}  # without HTM
+UNMIXED = {  # without HTM
+    "easy_samples": Stat(0),
+    "mixed_samples": Stat(0),
+    "mixed_tokens": Stat(0, 0),
+}
 
 
 class Output(NamedTuple):
@@ -61,10 +65,11 @@ class Output(NamedTuple):
     def stats(self) -> dict[str, Tensor]:
         """Scalars, computed on access.
 
-        `mixed_samples`: number of easy samples; `mixed_tokens`: replaced tokens per easy sample;
-        with HTM also `difficulty`: mean in nats; `gain_max`, `gain_mean`: gain in saliency of the
-        replaced tokens. With several layers these are over all of them together; the values of each
-        layer follow under names such as `mixed_samples/1`.
+        `easy_samples`: how many have a difficulty below tau; `mixed_samples`: how many of them have
+        a replaced token; `mixed_tokens`: replaced tokens per mixed sample; with HTM also
+        `difficulty`: mean in nats; `gain_max`, `gain_mean`: gain in saliency of the replaced
+        tokens. With several layers these are over all of them together; the values of each layer
+        follow under names such as `mixed_samples/1`.
         """
         if not self.layers:
             zero = self.logits.new_zeros((), dtype=torch.float32)
@@ -101,10 +106,11 @@ def output_of(
 
 
 def _sums(is_easy: Tensor, mask: Tensor, gain: Tensor, difficulty: list[Tensor]) -> dict[str, Stat]:
-    mixed = is_easy.sum(dtype=torch.float32)
+    mixed = mask.any(dim=1).sum(dtype=torch.float32)
     replaced = mask.sum(dtype=torch.float32)
     nats = difficulty[0] if len(difficulty) == 1 else torch.cat(difficulty)
     return {
+        "easy_samples": Stat(is_easy.sum(dtype=torch.float32)),
         "mixed_samples": Stat(mixed),
         "mixed_tokens": Stat(replaced, mixed),
         "difficulty": Stat(nats.detach().sum(), nats.numel()),

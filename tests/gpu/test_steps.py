@@ -5,11 +5,13 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import cache, partial
-from itertools import compress
+from itertools import compress, product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,11 +29,15 @@ from reproduction.training.metrics import until_diverged
 from reproduction.training.ranks import join_world
 from reproduction.training.step import Trainer
 from reproduction.training.stop import ending
+from scripts.bench import HOW
+from tests.doors import PLACES
 from tests.gpu.cases import (
     ALL,
+    AVERAGE,
     BOTH,
     CASES,
     CCT,
+    CLIP,
     EVERY_STACK,
     GRAPH,
     LAYERS,
@@ -50,6 +56,7 @@ from tests.gpu.cases import (
     train,
 )
 from tests.gpu.conftest import device_of
+from tests.poison import KINDS, Poison
 from tests.rehearsal import rehearsed
 
 CPU = torch.device("cpu")
@@ -145,11 +152,10 @@ def test_a_gain_that_is_not_finite_is_named(device: torch.device):
     with torch.no_grad():
         block.attn.qkv.weight.fill_(torch.nan)
     try:
-        [*until_diverged(steps_of(trainer, 6, 1), False)]
-    except (FloatingPointError, PlainError) as raised:
-        assert "the saliency gain is not finite" in str(ending(raised, trainer.config))
-    else:
-        raise AssertionError("it goes on")
+        _, said = until_diverged(steps_of(trainer, 6, 1), False)
+    except FloatingPointError as raised:
+        said = str(ending(raised, trainer.config))
+    assert "the saliency gain is not finite" in said
 
 
 def test_an_evaluation_waits_once(gpu: torch.device, record_property: Record):
@@ -184,22 +190,6 @@ def test_a_batch_beyond_the_memory_ends_in_one_line_and_a_smaller_one_works(
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     record_property("beyond 1 GiB", said)
-
-
-def parameters(trainer: Trainer) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in trainer.module.parameters()])
-
-
-def test_a_step_that_is_not_finite_changes_nothing_in_float16(device: torch.device):
-    trainer = small_trainer(device, BOTH, "float16")
-    steps_of(trainer, 6, 1)
-    before = parameters(trainer)
-    poison = trainer.module.model.register_forward_hook(lambda m, a, out: out * float("nan"))
-    steps_of(trainer, 6, 1)
-    poison.remove()
-    assert torch.equal(before, parameters(trainer))
-    steps_of(trainer, 6, 1)
-    assert not torch.equal(before, parameters(trainer))
 
 
 def test_a_group_of_one_rank_trains_like_a_process_alone(
@@ -261,6 +251,73 @@ def graphs(device: torch.device) -> Iterator[None]:
         yield
 
 
+PARTS = 3
+POISONED = [  # optimizer, precision, compile, what is not finite, in which micro-batch
+    ("adamw", "float32", "false", "loss", 0),
+    ("sgd", "float32", "false", "gradient", 1),
+    ("sgd", "bf16", "true", "loss", 1),
+    ("adamw", "bf16", "cuda-graph", "gradient", 0),
+    ("adamw", "float16", "false", "gradient", 2),
+    ("sgd", "float16", "cuda-graph", "loss", 2),
+]
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(
+    "optimizer, precision, how, kind, part",
+    [
+        *POISONED,
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in product(("adamw", "sgd"), TOLERANCES, HOW.values(), KINDS, range(PARTS))
+            if case not in POISONED
+        ),
+    ],
+)
+def test_a_step_that_is_not_finite_changes_nothing_and_no_later_one(
+    optimizer: str,
+    precision: str,
+    how: str,
+    kind: str,
+    part: int,
+    device: torch.device,
+    request: pytest.FixtureRequest,
+):
+    """Weights, averages, moments and their counts; float16's scaler goes on after a gradient."""
+    if how == "cuda-graph":
+        request.getfixturevalue("graphs")
+    words = (f"recipe.optimizer={optimizer}", f"recipe.grad_accum_steps={PARTS}", AVERAGE)
+    poison = Poison(PARTS, device)
+    with mock.patch(PLACES["loss"], poison):
+        trainer = small_trainer(device, BOTH, precision, *words, CLIP, f"compile={how}")
+        steps_of(trainer, 6, WARM_UP + 1)
+        before = deepcopy(parts_of(trainer))
+        poison.put(kind, part)
+        bad = steps_of(trainer, 6, 1)
+        torch.testing.assert_close(parts_of(trainer), before, rtol=0, atol=0)
+        poison.remove()
+        later = steps_of(trainer, 6, 2)
+    goes_on = precision == "float16" and kind == "gradient"
+    finite, reason = until_diverged(bad + later, precision == "float16")
+    assert [line["skipped"] for line in bad + later] == ([1, 0, 0] if goes_on else [1, 1, 1])
+    if goes_on:
+        assert (finite, reason) == (bad + later, "")
+        assert float(trainer.scaler.get_scale()) < 2**16
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(parts_of(trainer), before, rtol=0, atol=0)
+    else:
+        assert finite == []
+        assert kind in reason
+        torch.testing.assert_close(parts_of(trainer), before, rtol=0, atol=0)
+
+
+def parts_of(trainer: Trainer) -> dict[str, Any]:
+    """What a step updates."""
+    state = trainer.state()
+    moments = state["optimizer"]["state"]
+    return {"module": state["module"], "average": state["model_ema"], "moments": moments}
+
+
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize(
     ("precision", "more"),
@@ -313,7 +370,7 @@ def refusal_of_a_capture() -> str:
     """The error of a step that waits for the device."""
     trainer = small_trainer(torch.device("cuda"), [], "float32", "compile=cuda-graph")
     clip = trainer._clip_gradients
-    setattr(trainer, "_clip_gradients", lambda: clip() * float(trainer.not_finite + 1))
+    setattr(trainer, "_clip_gradients", lambda: clip() * float(trainer.is_held + 1))
     with pytest.raises(PlainError) as error:
         steps_of(trainer, 8, WARM_UP + 1)
     return str(error.value)

@@ -39,6 +39,7 @@ def write(
     log = [line | {"top1": top1, "eval_loss": summary.pop("loss", 1.0)}]
     best = {"top1_best": top1 + 0.5, "top1_median10": top1}
     written = model.summary | {"log": log, "seed": seed} | best | summary
+    del written["run_hash"]  # as of a revision that recorded none
     (folder / "summary.json").write_text(json.dumps(written))
     if age is not None:
         time = 1_000_000 + age

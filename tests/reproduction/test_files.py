@@ -114,7 +114,7 @@ def test_a_run_without_a_terminal_tells_how_far_it_is(here: Path, monkeypatch: p
     assert len(run.steps) == 6
     for line in run.steps:
         place = "epoch {epoch}/2  step {step}/6".format(**line)
-        figures = "loss {loss:.3f}  mixed {mixed_samples:.3g} ".format(**line)
+        figures = "loss {loss:.3f}  easy {easy_samples}, mixed {mixed_samples}, ".format(**line)
         assert f"{place}  {figures}" in out
     assert out.count(" left") >= 6
 
@@ -166,6 +166,7 @@ def test_the_revision_is_that_of_the_code_and_of_no_project_around_it(here: Path
             line = f"git -c user.name=x -c user.email=x -C project {command}"
             subprocess.run(line.split(), check=True)
         environment = os.environ | {"PYTHONPATH": str(package.parent)}
+        environment["GIT_DIR"] = str(here / "elsewhere")  # as in a hook of another repository
         output = subprocess.check_output([sys.executable, "-c", ask], env=environment, text=True)
         revisions.append(output.strip())
     before, after = revisions

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from tests.doors import trained, words_of
+from tests.doors import as_recorded, trained, words_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 RECORDED_BY = "2.15."
@@ -21,6 +21,7 @@ LOSSES = FIXTURES / "frozen_losses.yaml"
 TEN = """
     dataset.limit=40 recipe.batch_size=8 recipe.epochs=2 recipe.log_every=5 recipe.lr=0.01
     recipe.warmup_epochs=0 device=cpu dataset.workers=0 dataset.eval_limit=10
+    recipe.drop_last=false
 """
 SMALL = "model.embed_dim=32"
 BOTH = "augmentation=[htm,vtm] augmentation.htm.tau=2.35 augmentation.htm.rho=0.0002"
@@ -87,7 +88,7 @@ def lines_of(name: str, folder: Path) -> list[dict[str, float]]:
     found = []
     for line in run.steps:
         loss = round(line["loss"], 7)
-        tokens = round(line["mixed_tokens"], 4)
+        tokens = round(as_recorded(line)["mixed_tokens"], 4)
         found.append({"loss": loss, "tokens": tokens, "lr": round(line["lr"], 9)})
     for line in run.epochs:
         found.append({"eval_loss": round(line["eval_loss"], 7)})

@@ -9,14 +9,18 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
 
+from reproduction.identity import FIRST_DEFAULTS, GONE
+from reproduction.training import run as training
 from tests.doors import (
     ROOT,
     SHORT,
     SMALL,
+    Run,
     Words,
     assert_refused,
     assert_succeeded,
@@ -26,11 +30,13 @@ from tests.doors import (
     hash_of,
     nested,
     runs,
+    script,
+    snapshot,
     train,
     trained,
     words_of,
 )
-from tests.images import write_images
+from tests.images import OWN, disturbed, write_images
 from tokenmixup import HTM, VTM, ManifoldMixup
 
 STACK = "augmentation=[mixup,cutmix,manifold_mixup,htm,vtm]"
@@ -142,6 +148,91 @@ def test_every_key_counts_unless_it_changes_no_result(kind: str):
         assert is_other == counts, key
 
 
+NEW = {"recipe.lr": 0.002, "augmentation.htm.tau": 1.0}  # as if they had been added later
+
+
+@pytest.mark.parametrize("key", NEW)
+def test_a_key_that_is_added_with_its_first_default_renames_no_run(key: str):
+    """At another value it counts; a saved configuration without it has this value."""
+    settings = dict(flat(raw_of(f"{key}={NEW[key]}")))
+    saved = {name: value for name, value in settings.items() if name != key}
+    with mock.patch.dict(FIRST_DEFAULTS, {key: NEW[key]}):
+        with_key, without = hash_of(nested(settings)), hash_of(nested(saved))
+        assert with_key == without != hash_of(nested(settings | {key: 0.5}))
+        assert dry(f"{key}={NEW[key]}")[1] == without
+    assert hash_of(nested(settings)) != with_key
+
+
+@pytest.mark.parametrize("kind", WORDS)
+def test_no_key_of_the_schema_is_one_that_is_gone(kind: str):
+    """Such a run would train, and could not be read."""
+    assert not GONE.keys() & dict(flat(raw_of(WORDS[kind]))).keys()
+
+
+def test_what_could_not_be_read_back_does_not_train(here: Path):
+    with mock.patch.dict(GONE, {"recipe.lr": [0.1]}):
+        assert_refused(train(SMALL), "recipe.lr=0.002", "is gone")
+    assert not runs()
+
+
+def edit(run: Run, key: str, value: Any) -> None:
+    """Changes a setting in the config.yaml of a run."""
+    settings = dict(flat(run.config)) | {key: value}
+    (run.path / "config.yaml").write_text(yaml.safe_dump(nested(settings)))
+
+
+def test_an_edited_configuration_does_not_make_another_run_of_one_that_was_trained(here: Path):
+    run = trained(SMALL)
+    trained(SMALL, "seed=1", name="other")
+    edit(run, "dataset.workers", 0)  # of the machine, not of the run
+    assert_succeeded(train(SMALL, "name=mine", "resume=auto"))
+    edit(run, "recipe.epochs", 3)
+    before = snapshot()
+    told = ("config.yaml", "was changed", run.summary["run_hash"], "recipe.epochs=3 instead of 2")
+    for epochs in (2, 3):
+        words = (SMALL, f"recipe.epochs={epochs}", "name=mine", "resume=auto")
+        assert_refused(train(words), *told)
+    assert_refused(evaluate("run=outputs/mine"), *told)
+    assert_succeeded(script("runs", "outputs"), "1 finished run", "unusable: ", *told)
+    assert snapshot() == before
+    edit(run, "recipe.epochs", 2)
+    assert_succeeded(train(SMALL, "name=mine", "resume=auto"))
+
+
+def test_a_configuration_that_is_edited_while_it_trains_is_not_gone_on_with(here: Path):
+    words = (SHORT, OWN, "+dataset.options.train=60", "name=mine", "resume=auto")
+    with disturbed("interrupt", at=70):
+        assert train(words).status == 130
+    run = Run("outputs/mine")
+    edit(run, "recipe.lr", 0.1)
+    for lr in (0.1, 0.002):
+        refused = train(words, f"recipe.lr={lr}")
+        assert_refused(refused, "config.yaml", "recipe.lr=0.1 instead of 0.002")
+    summary = {key: value for key, value in run.summary.items() if key != "run_hash"}
+    (run.path / "summary.json").write_text(json.dumps(summary))  # as of an earlier revision
+    assert_refused(train(words, "recipe.lr=0.1"), "last.pt", "recipe.lr=0.1 instead of 0.002")
+    edit(run, "recipe.lr", 0.002)
+    assert_succeeded(train(words))
+
+
+def test_each_start_of_a_run_is_recorded(here: Path):
+    """With the code that it ran: one that was changed stands in tables as such."""
+    words = (SHORT, OWN, "+dataset.options.train=60", "name=mine", "resume=auto")
+    revisions = ("0123456789abcdef-dirty", "fedcba9876543210")
+    with mock.patch.object(training, "git_revision", side_effect=revisions):
+        with disturbed("interrupt", at=70):
+            assert train(words).status == 130
+        assert_succeeded(train(words))
+    starts = Run("outputs/mine").summary["starts"]
+    assert [start["git_revision"] for start in starts] == [*revisions]
+    assert [start["step"] for start in starts] == [0, 3]
+    for start in starts:
+        assert start.keys() == {"step", "git_revision", "versions", "hardware", "threads"}
+    table = script("runs", "outputs").out
+    assert "git 0123456789-dirty, fedcba9876" in table
+    assert ", ".join(revisions) in Path("outputs/mine/report.md").read_text()
+
+
 SPELLINGS = [
     ("recipe.lr=1", "recipe.lr=1.0"),
     ("recipe.warmup_lr=0", "recipe.warmup_lr=0.0"),
@@ -197,9 +288,12 @@ def test_labels_of_cutmix_by_area_are_read_and_others_refused_by_name(here: Path
     assert_refused(evaluate("run=outputs/mine"), "augmentation.cutmix.labels=attention")
 
 
-NAMES = {  # of folders at revision 2e7fa4c
-    "": "cct_2_3x2-digits-htm+vtm-s0-6b0816a9",
-    "experiment=table1/cifar100_htm": "table1-cifar100_htm-s0-433c13f2",
+AS_BEFORE = "recipe.drop_last=false"
+NAMES = {  # of folders at revision 2e7fa4c, with what then went without saying
+    AS_BEFORE: "cct_2_3x2-digits-htm+vtm-drop_last=false-s0-6b0816a9",
+    f"experiment=table1/cifar100_htm {AS_BEFORE}": (
+        "table1-cifar100_htm-drop_last=false-s0-433c13f2"
+    ),
 }
 
 

@@ -8,17 +8,29 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from timm.data import create_transform
+from timm.data import create_loader, create_transform
 from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils.data import TensorDataset
 
 from reproduction.data.halves import Half
 from reproduction.data.inputs import Mixed, TrainingInputs
-from reproduction.data.loaders import build_training_images
+from reproduction.data.loaders import TrainingBatches, build_training_images
 from reproduction.data.seeding import Purpose, seed_device, seeded
-from tests.doors import SHORT, Words, build_trainer, config_of, step, trained, words_of
+from tests.doors import (
+    SHORT,
+    Run,
+    Words,
+    assert_succeeded,
+    build_trainer,
+    config_of,
+    step,
+    train,
+    trained,
+    words_of,
+)
 from tests.images import OWN, reads, recorded
 
 CPU = torch.device("cpu")
@@ -87,18 +99,57 @@ def test_each_epoch_reads_every_image_once_in_an_order_by_seed_and_epoch(here: P
     assert len(different) == 4
 
 
-def test_two_ranks_share_the_batches_of_one_process(here: Path):
+@pytest.mark.parametrize(("drop_last", "batches", "share"), [("false", 3, 10), ("true", 2, 11)])
+def test_two_ranks_share_the_batches_of_one_process(
+    here: Path, drop_last: str, batches: int, share: int
+):
+    """Of 60 images batches of 20, or two of 22, and not 22, 22 and 16."""
     for ranks in (1, 2):
-        words = (RUN, f"devices={ranks}", "recipe.batch_size=22")
+        words = (RUN, f"devices={ranks}", "recipe.batch_size=22", f"recipe.drop_last={drop_last}")
         with recorded(here / f"log-{ranks}"):
             trained(words, name=f"run-{ranks}")
     alone = epochs_of(here / "log-1")
     first = epochs_of(here / "log-2")
     second = epochs_of(here / "log-2", rank=1)
-    for epoch in (0, 1):  # of 3 batches of 20 images each, not 22, 22 and 16
-        shares = np.array([first[epoch], second[epoch]]).reshape(2, 3, 10)
-        batches = shares.transpose(1, 0, 2)
-        assert batches.flatten().tolist() == alone[epoch]
+    for epoch in (0, 1):
+        shares = np.array([first[epoch], second[epoch]]).reshape(2, batches, share)
+        assert shares.transpose(1, 0, 2).flatten().tolist() == alone[epoch]
+
+
+def test_an_epoch_leaves_out_images_that_fill_no_batch_other_ones_each_time(here: Path):
+    """The run says how many, and counts those that it has seen."""
+    words = (RUN, "name=mine", "recipe.batch_size=25", "recipe.grad_accum_steps=2")
+    with recorded(here / "log"):
+        result = train(words)
+    assert_succeeded(result, "each epoch leaves out 10 images that fill no batch of 25")
+    run = Run("outputs/mine")
+    assert len(run.steps) == run.summary["steps"] == 4
+    assert run.summary["images"] == 100
+    first, second = [set(order) for order in epochs_of(here / "log")]
+    assert len(first) == len(second) == 50
+    assert first != second
+
+
+@pytest.mark.parametrize("size", [60, 61])
+def test_images_that_fill_one_batch_at_most_are_one_batch(here: Path, size: int):
+    result = train(RUN, "name=mine", f"recipe.batch_size={size}")
+    assert_succeeded(result)
+    assert "leaves out" not in result.out
+    assert len(Run("outputs/mine").steps) == 2
+    assert Run("outputs/mine").summary["images"] == 120
+
+
+@pytest.mark.parametrize(("images", "size"), [(50_000, 128), (50_048, 128), (1_437, 64), (64, 64)])
+def test_an_epoch_has_the_batches_of_timms_loader(images: int, size: int):
+    """As the published one, which has 390 of CIFAR's images."""
+    data = TensorDataset(torch.zeros(images, 1), torch.zeros(images))
+    theirs = create_loader(
+        data, (1,), size, is_training=True, no_aug=True, use_prefetcher=False, num_workers=0
+    )
+    config = config_of(f"recipe.batch_size={size}")
+    ours = [len(batch) for batch in TrainingBatches(config, images, rank=0, ranks=1)]
+    assert ours == [size] * len(theirs)
+    assert len(theirs) == 390 or images != 50_000
 
 
 # Augmentation
@@ -313,6 +364,8 @@ def test_labels_are_mixed_like_images_and_smoothed_like_timms():
         implied = soft @ brightness.float() / 255
         assert_close(mixed.images[:, 0, 0, 0], implied)
         assert 0 < soft[0, 0] < 1
+        assert mixed.is_mixed is not None
+        assert mixed.is_mixed.tolist() == [True, True, False, True, True]  # the middle with itself
     inputs.stop_mixing()
     mixed = inputs(images, torch.arange(5), 0, 0, 0)
     assert_close(mixed.images, images / 255)

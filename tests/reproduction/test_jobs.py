@@ -58,8 +58,9 @@ def test_two_jobs_have_half_of_the_cores_each(here: Path, monkeypatch: pytest.Mo
     assert cores > 1, "one core cannot be divided"
     assert_succeeded(train("-m", "jobs=2", "seed=0,1", ONE))
     for run in runs():
-        assert run.summary["threads"] == cores // 2
-        assert f"({cores // 2} cores)" in run.summary["hardware"]
+        (start,) = run.summary["starts"]
+        assert start["threads"] == cores // 2
+        assert f"({cores // 2} cores)" in start["hardware"]
 
 
 def test_a_sweep_has_the_order_of_its_words(here: Path):

@@ -291,7 +291,7 @@ def test_look_counts_what_a_training_step_mixes(here: Path):
     easy = shares(second, "tau")["easy samples"]
     assert easy == sorted(easy)
     assert easy[-1] == 100
-    assert step["mixed_samples/1"] == 20
+    assert step["easy_samples/1"] == 20
     by_rho = shares(second, "rho")
     for row in by_rho.values():
         assert row == sorted(row, reverse=True)

@@ -6,6 +6,7 @@ The runs read the images of tests/images.py, which let something happen at a cho
 import resource
 import shutil
 import signal
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
 from tests.conftest import settled
 from tests.doors import (
@@ -22,9 +24,11 @@ from tests.doors import (
     Run,
     Words,
     assert_refused,
+    assert_same_lines,
     assert_succeeded,
     evaluate,
     line_of,
+    planted,
     same,
     script,
     snapshot,
@@ -34,8 +38,9 @@ from tests.doors import (
     words_of,
 )
 from tests.images import OWN, SOURCE, disturbed
+from tokenmixup.assignment import Diverged
 
-# Everything that has a state: 3 epochs of batches of 20, 20 and 17, in micro-batches of 7 or 6.
+# Everything that has a state: 3 epochs of 3 batches of 19, in micro-batches of 7 or 6.
 TRAINING = (
     OWN,
     words_of("""
@@ -43,7 +48,7 @@ TRAINING = (
         augmentation=[mixup,cutmix,manifold_mixup,htm,vtm] augmentation.htm.tau=2.29
         augmentation.htm.rho=0 augmentation.manifold_mixup.layers=[0,1] model.attn_drop=0.1
         recipe.transforms.erasing_prob=0.5 recipe.lr=0.01 model.embed_dim=16 recipe.batch_size=20
-        recipe.log_every=2 device=cpu recipe.epochs=3 resume=auto
+        recipe.log_every=2 device=cpu recipe.epochs=3 resume=auto recipe.drop_last=false
     """),
 )
 BY_EPOCHS = (TRAINING, "name=mine", "checkpoint.every_epochs=1")
@@ -132,6 +137,79 @@ def test_failures_are_recorded_and_named_in_a_last_line(here: Path, whole: Run):
     for part in ("ZeroDivisionError: what", "outputs/mine", "repeat the command to continue"):
         assert part in result.lines[-1]
     assert statuses() == ["failed"]
+    ends_as(whole, BY_EPOCHS)
+
+
+def assert_ended_before(step: int, result: Any, run: Run, whole: Run) -> None:
+    """Asserts that a run has ended at a step that is not finite, as it was before it."""
+    again = f"resuming repeats step {step} exactly"
+    weights = f"model.weights={run.path}/checkpoints/last.pt with a lower recipe.lr"
+    assert_refused(result, f"step {step}: ", again, weights, "kept as failed", status=1)
+    assert run.summary["status"] == "failed"
+    assert run.checkpoint()["step"] == step - 1
+    assert len(run.steps) == step - 1
+    assert_same_lines(run.steps, whole.steps[: step - 1], abs=0)
+
+
+def assert_as_after(step: int, run: Run) -> None:
+    """Asserts that a checkpoint is that of an undisturbed run of so many steps, bit for bit."""
+    short = trained(TRAINING, f"recipe.max_steps={step}", name="short")
+    ours, theirs = run.checkpoint(), short.checkpoint()
+    for name in ("module", "model_ema"):
+        assert_close(ours[name], theirs[name], atol=0, rtol=0)
+    assert_close(ours["optimizer"]["state"], theirs["optimizer"]["state"], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+def test_a_run_ends_before_a_step_that_is_not_finite_and_repeats_it(
+    here: Path, whole: Run, kind: str
+):
+    """The fifth of nine; the sixth is made before the log is read. New runs begin from there."""
+    run = Run("outputs/mine")
+    seldom = "recipe.log_every=100"
+    with disturbed(kind, at=1 + 57 + 20):  # the first image is read once more, before the run
+        result = train(BY_EPOCHS, seldom)
+    assert_ended_before(5, result, run, whole)
+    assert_as_after(4, run)
+    with disturbed(kind, at=1):
+        assert train(BY_EPOCHS, seldom).err == result.err
+    words = (f"model.weights={run.path}/checkpoints/last.pt", "recipe.lr=0.001")
+    new = trained(TRAINING, words, name="new")
+    assert f"{run.path}/checkpoints/last.pt" in str(new.summary["initial_weights"])
+    ends_as(whole, BY_EPOCHS)
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_run_ends_before_its_first_step_or_that_of_an_epoch(here: Path, whole: Run, step: int):
+    with disturbed("gradient", at=1 + 19 * (step - 1) + 1):
+        result = train(BY_EPOCHS, "recipe.log_every=100")
+    assert_ended_before(step, result, Run("outputs/mine"), whole)
+    ends_as(whole, BY_EPOCHS)
+
+
+@pytest.mark.parametrize("words", [BY_EPOCHS, BY_STEPS], ids=["a signal", "the clock"])
+def test_no_checkpoint_is_of_a_step_that_is_not_finite(
+    here: Path, whole: Run, words: tuple[str, ...]
+):
+    """The signal comes before the log is read, the checkpoint is due after each step."""
+    with disturbed("loss", at=1 + 20), disturbed("SIGTERM", at=1 + 45):
+        result = train(words, "recipe.log_every=100")
+    assert_ended_before(2, result, Run("outputs/mine"), whole)
+    ends_as(whole, words)
+
+
+def test_a_run_ends_before_saliency_that_is_not_finite(here: Path, whole: Run):
+    """In a micro-batch of the fifth step, where the host matches; the others are put back."""
+    calls = count(1)
+
+    def check() -> None:
+        if next(calls) == 3 * 4 + 2:
+            raise Diverged("the saliency gain is not finite")
+
+    with planted("gain", check):
+        result = train(BY_EPOCHS, "recipe.log_every=100")
+    assert_ended_before(5, result, Run("outputs/mine"), whole)
+    assert_as_after(4, Run("outputs/mine"))
     ends_as(whole, BY_EPOCHS)
 
 

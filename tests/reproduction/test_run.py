@@ -40,19 +40,20 @@ from tests.pages import section
 
 STEP_KEYS = set(
     words_of("""
-        step epoch loss lr images_per_second mixed_samples mixed_tokens difficulty gain_max
-        gain_mean
+        step epoch loss lr images_per_second input_mixed_samples easy_samples mixed_samples
+        mixed_tokens difficulty gain_max gain_mean
     """)
 )
 SUMMARY_KEYS = set(
     words_of("""
         top1_last top1_best top1_median10 top5_last top5_best parameters seconds
-        images_per_second threads seed versions git_revision hardware
+        images_per_second seed starts run_hash
     """)
 )
 MIXED = (
     "augmentation=[mixup,cutmix,htm,vtm]",
     "augmentation.htm.tau=2.4",
+    "augmentation.htm.rho=0",
     "recipe.transforms.erasing_prob=0.5",
     SMALL,
 )
@@ -79,11 +80,12 @@ def test_a_run_logs_each_step(mixed: Trained):
     for line in mixed.run.steps:
         assert set(line) == STEP_KEYS
         assert all(map(math.isfinite, line.values()))
-        assert line["mixed_samples"] <= 20
+        assert line["mixed_samples"] <= line["easy_samples"] <= 20
+        assert line["input_mixed_samples"] in (0, 20)
         assert line["mixed_tokens"] <= 64
         assert line["gain_max"] >= line["gain_mean"]
-    mixed_samples = [line["mixed_samples"] for line in mixed.run.steps]
-    assert max(mixed_samples) > 0
+    for name in ("easy_samples", "mixed_samples", "input_mixed_samples"):
+        assert max(line[name] for line in mixed.run.steps) > 0
 
 
 def test_a_run_prints_the_means_of_its_epochs(mixed: Trained):
@@ -95,8 +97,8 @@ def test_a_run_prints_the_means_of_its_epochs(mixed: Trained):
 def printed_means(lines: list[Line]) -> str:
     """What the line of an epoch of these steps says."""
     loss = fmean(line["loss"] for line in lines)
-    samples = fmean(line["mixed_samples"] for line in lines)
-    return f"  loss {loss:.3f}  mixed {samples:.3g} "
+    easy = sum(line["easy_samples"] for line in lines)
+    return f"  loss {loss:.3f}  easy {100 * easy / 60:.3g} %"
 
 
 def test_a_run_ends_with_its_summary(mixed: Trained):
@@ -193,8 +195,8 @@ def test_run_without_htm_mixes_nothing(here: Path):
     run = trained("augmentation=[]", SMALL)
     assert len(run.steps) == 6
     for line in run.steps:
-        assert line["mixed_samples"] == 0
-        assert line["mixed_tokens"] == 0
+        for name in ("input_mixed_samples", "easy_samples", "mixed_samples", "mixed_tokens"):
+            assert line[name] == 0
         assert "difficulty" not in line
     assert "htm" not in run.summary
     assert not (run.path / "mixed_pairs.png").exists()
@@ -238,7 +240,7 @@ def test_first_lines_and_summary_say_the_numbers_of_auto(here: Path):
     result = train("name=two", layers, "augmentation.htm.tau=[2.4,auto]", SMALL)
     assert_succeeded(result, "htm: tau = 2.4, 1\nhtm: rho = 0, 0\n", "2.303 of a guess")
     for line in Run("outputs/two").steps:
-        for name in ("mixed_samples", "mixed_tokens"):
+        for name in ("easy_samples", "mixed_samples"):
             assert line[name] >= line[f"{name}/0"]
             assert line[name] >= line[f"{name}/1"]
         mean = (line["difficulty/0"] + line["difficulty/1"]) / 2
@@ -298,8 +300,42 @@ def test_the_loss_of_an_epoch_is_the_mean_of_the_updates_that_float16_did_not_sk
     assert run.summary["skipped_steps"] == len(run.steps) - len(made)
     assert printed_means(made) != printed_means(run.steps)
     assert_succeeded(result, printed_means(made))
-    mixed = fmean(line["mixed_samples"] for line in made)
-    assert run.summary["mixed_samples"] == pytest.approx(mixed)
+    for name in ("easy_samples", "mixed_samples"):
+        assert run.summary[name] == pytest.approx(fmean(line[name] for line in made))
+
+
+REMARKS = {  # words, and what the run says of them
+    "augmentation.htm.tau=0.5": ["with tau = 0.5 no sample is easy", "never below 0.5003 nats"],
+    "augmentation.htm.tau=inf augmentation.htm.rho=inf": ["htm: rho was above every gain"],
+    "augmentation.htm.tau=inf augmentation.htm.rho=0": [],
+}
+
+
+@pytest.mark.parametrize("words", REMARKS)
+def test_a_run_says_if_its_tau_or_rho_mixes_nothing(here: Path, words: str):
+    result = train("name=mine", SMALL, words.split())
+    assert_succeeded(result)
+    text = result.out + result.err
+    for part in REMARKS[words]:
+        assert text.count(part) == 1
+    assert ("no sample is easy" in text) == ("tau=0.5" in words)
+    assert ("above every gain" in text) == ("rho=inf" in words)
+    assert ("tokens were replaced for each easy sample" in text) == ("rho=inf" in words)
+
+
+def test_the_line_of_an_epoch_says_what_was_mixed(here: Path):
+    result = train("name=mine", SMALL, "augmentation.htm.tau=inf", "augmentation.htm.rho=0")
+    for epoch in (1, 2):
+        lines = [line for line in Run("outputs/mine").steps if line["epoch"] == epoch]
+        mixed = sum(line["mixed_samples"] for line in lines)
+        tokens = sum(line["mixed_samples"] * line["mixed_tokens"] for line in lines)
+        text = f"easy 100 %, mixed {100 * mixed / 60:.3g} %, {tokens / mixed:.3g} tokens each"
+        assert text in result.out
+
+
+def test_no_mixing_has_a_name(here: Path):
+    line = train("augmentation=[]", SMALL, "dry_run=1").out
+    assert train("augmentation=none", SMALL, "dry_run=1").out == line
 
 
 def test_the_first_of_equal_epochs_is_the_best(here: Path):
@@ -336,7 +372,8 @@ def test_off_epoch_stops_mixing_also_of_a_resumed_run(here: Path):
     words = (stack, SMALL, "recipe.epochs=3")
     run = trained(words)
     steps = without_speed(run.steps)
-    mixes = [line["mixed_samples"] > 0 for line in steps]
+    mixes = [line["easy_samples"] > 0 for line in steps]
+    assert [line["input_mixed_samples"] for line in steps[6:]] == [0] * 3
     assert mixes == [True] * 6 + [False] * 3
     assert ["difficulty" in line for line in steps] == mixes
     last = run.checkpoint()["module"]

@@ -2,8 +2,10 @@
 
 import math
 from copy import deepcopy
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,17 +15,21 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.doors import (
+    PLACES,
     SHORT,
     SMALL_VIT,
     Run,
     assert_succeeded,
     build_trainer,
     evaluate,
+    planted,
     step,
     trained,
     words_of,
 )
 from tests.images import OWN, SOURCE
+from tests.poison import KINDS, Poison
+from tokenmixup.assignment import Diverged
 
 PLAIN = words_of("""
     model.attn_drop=0 model.drop_path=0 recipe.label_smoothing=0 model.embed_dim=16
@@ -40,6 +46,7 @@ AVERAGED = (
     OWN,
     SHORT,
     words_of("recipe.lr=0.01 +dataset.options.train=57 recipe.warmup_epochs=0"),
+    "recipe.drop_last=false",
 )
 
 
@@ -76,7 +83,7 @@ def test_pairs_are_matched_within_a_micro_batch(count: int, replaces: bool):
     """Of 6 images; one that is alone has no donor."""
     done = step((PLAIN, MIX_ALL, f"recipe.grad_accum_steps={count}"), images_of(6))
     stats = [part.output.stats for part in done.parts]
-    assert sum(int(figures["mixed_samples"]) for figures in stats) == 6
+    assert sum(int(figures["easy_samples"]) for figures in stats) == 6
     for figures in stats:
         assert (figures["mixed_tokens"] > 0) == replaces
 
@@ -118,6 +125,47 @@ def test_the_scaler_skips_an_update_that_is_not_finite(model: tuple[str, ...]):
     assert resumed.state()["scaler"] == trainer.state()["scaler"] != before["scaler"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_a_step_that_is_not_finite_keeps_the_statistics_of_batch_norm(precision: str, kind: str):
+    """And their averages, also in the step after it, unless the scaler goes on."""
+    words = (RESNET, "recipe.ema_decay=0.5", f"recipe.precision={precision}")
+    poison = Poison(1, torch.device("cpu"))
+    with mock.patch(PLACES["loss"], poison):
+        trainer = build_trainer(words)
+        step(trainer, images_of(6))
+        before = deepcopy(trainer.state())
+        poison.put(kind, 0)
+        step(trainer, images_of(6))
+        if not (precision == "float16" and kind == "gradient"):
+            poison.remove()
+            step(trainer, images_of(6))
+    for name in ("module", "model_ema"):
+        assert_close(trainer.state()[name], before[name], atol=0, rtol=0)
+
+
+HYBRID = words_of("""
+    model=vit_tiny_patch16_224 model.architecture=vit_small_resnet26d_224 model.patch_size=32
+    model.depth=8 model.image_size=64 augmentation=[htm] augmentation.htm.tau=inf device=cpu
+""")
+
+
+def test_saliency_that_is_not_finite_keeps_the_statistics_of_batch_norm():
+    """Which the host meets in the second micro-batch; batch norm stands before the blocks."""
+    trainer = build_trainer(HYBRID, "recipe.grad_accum_steps=2")
+    before = deepcopy(trainer.state())
+    calls = count(1)
+
+    def check() -> None:
+        if next(calls) == 2:
+            raise Diverged
+
+    images = torch.randint(256, (4, 3, 64, 64), dtype=torch.uint8)
+    with planted("gain", check), pytest.raises(Diverged):
+        step(trainer, (images, torch.arange(4)))
+    assert_close(trainer.state()["module"], before["module"], atol=0, rtol=0)
+
+
 def expected_rate(time: float) -> float:
     """Two epochs up, the cosine to the end of the fifth, the last rate in the sixth."""
     if time < 2:
@@ -128,7 +176,7 @@ def expected_rate(time: float) -> float:
 
 
 SCHEDULE = words_of("""
-    recipe.epochs=6 recipe.batch_size=10 +dataset.options.train=30 recipe.lr=0.01
+    recipe.epochs=6 recipe.batch_size=10 +dataset.options.train=35 recipe.lr=0.01
     recipe.min_lr=0.0001 recipe.warmup_lr=0.00001 recipe.warmup_epochs=2 recipe.cooldown_epochs=1
 """)
 BY_BATCH = [number / 3 for number in range(18)]

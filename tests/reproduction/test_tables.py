@@ -191,15 +191,43 @@ def test_runs_that_have_no_name_in_common_leave_no_empty_note(model: Run):
         assert note.strip("- ")
 
 
-def test_a_row_that_mixed_nothing_says_so(model: Run):
+def test_a_row_that_mixed_nothing_shows_it(model: Run):
+    """All of its samples were easy."""
+    busy = {"easy_share": 0.75, "mixed_share": 0.5, "mixed_tokens": 9.0}
+    idle = {"easy_share": 1.0, "mixed_share": 0.0, "mixed_tokens": None}
     for seed in range(3):
-        write(model, f"auto{seed}", {}, seed, mixed_share=0.5, mixed_tokens=9.0)
-        idle = {"mixed_share": 1.0, "mixed_tokens": 0.0, "top1_last": 80.0 + seed**2}
-        write(model, f"idle{seed}", {RHO: 1.0}, seed, **idle)
-    _, text = table("--against", "rho=auto")
-    (line,) = [line for line in text.splitlines() if "replaced no token" in line]
-    assert line.startswith("|")
-    assert "100.0" in line
+        write(model, f"auto{seed}", {}, seed, **busy)
+        write(model, f"idle{seed}", {RHO: 1.0}, seed, top1_last=80.0 + seed**2, **idle)
+    rows = shown_mixing()
+    assert rows["auto"] == {"easy [%]": "75.0", "mixed [%]": "50.0", "tokens of mixed": "9.0"}
+    assert rows["1"] == {"easy [%]": "100.0", "mixed [%]": "0.0", "tokens of mixed": "-"}
+
+
+def shown_mixing() -> dict[str, dict[str, str]]:
+    """What the table of runs shows of mixing, by rho."""
+    titles, *rows = cells(table()[1])
+    found = {}
+    for row in rows:
+        shown = dict(zip(titles, row, strict=True))
+        names = ("easy", "mixed", "tokens")
+        found[shown["htm.rho"]] = {key: x for key, x in shown.items() if key.startswith(names)}
+    return found
+
+
+def test_runs_of_before_show_their_easy_samples_and_no_mixed_ones(model: Run):
+    """They had the counts of easy samples under the names of mixed ones."""
+    write(model, "now", {}, easy_share=0.75, mixed_share=0.5, mixed_tokens=9.0)
+    before = write(model, "before", {RHO: 1.0})
+    counts = ("easy_share", "easy_samples", "mixed_share", "mixed_samples", "mixed_tokens")
+    summary = json.loads((before / "summary.json").read_text())
+    kept = {key: value for key, value in summary.items() if key not in counts}
+    old = {"mixed_share": 0.25, "mixed_samples": 5.0, "mixed_tokens": 3.0}
+    (before / "summary.json").write_text(json.dumps(kept | old))
+    rows = shown_mixing()
+    assert rows["1"]["easy [%]"] == "25.0"
+    assert rows["1"]["mixed [%]"] == "-"
+    assert rows["1"]["tokens of easy"] == "3.0"
+    assert rows["auto"]["tokens of easy"] == "-"
 
 
 @pytest.mark.parametrize(
@@ -493,7 +521,7 @@ def run(here: Path, model: Run) -> Path:
     [
         ("status", "interrupted", "must be a finished run"),
         ("weights_sha256", None, "weights_sha256"),
-        ("mixed_share", None, "mixed_share"),
+        ("easy_share", None, "easy_share"),
     ],
 )
 def test_a_run_whose_summary_lacks_something_is_not_published(
@@ -530,14 +558,26 @@ def test_a_published_run_is_a_line_from_which_its_row_is_known(run: Path):
         assert line["config"]["dataset.root"] == "images"
 
 
+def test_a_published_run_of_before_has_no_mixed_samples(run: Path):
+    summary = json.loads((run / "summary.json").read_text())
+    for name in ("share", "samples", "tokens"):
+        summary[f"mixed_{name}"] = summary.pop(f"easy_{name}", None)
+    (run / "summary.json").write_text(json.dumps(summary | {"mixed_share": 0.25}))
+    assert_succeeded(script("publish", str(run), "mine.yaml"))
+    line = json.loads(Path("mine.jsonl").read_text())
+    assert line["easy_share"] == 0.25
+    assert "mixed_share" not in line
+
+
 def test_training_writes_what_tables_read():
     words = (SMALL, f"{TAU}=inf", f"{RHO}=0", "recipe.epochs=3", "recipe.evaluate_every=2")
     run = trained(words)
-    assert run.summary["mixed_share"] == 1
-    assert run.summary["mixed_samples"] == 20
+    assert run.summary["easy_share"] == 1
+    assert run.summary["easy_samples"] == 20
     assert [line["epoch"] for line in run.summary["log"]] == [2, 3]
     last = [line for line in run.steps if line["epoch"] == 3]
     tokens = sum(line["mixed_tokens"] * line["mixed_samples"] for line in last)
     mixed = sum(line["mixed_samples"] for line in last)
     assert tokens > 0
+    assert run.summary["mixed_samples"] == pytest.approx(mixed / 3)
     assert run.summary["mixed_tokens"] == pytest.approx(tokens / mixed)

@@ -22,11 +22,11 @@ from tests.images import OWN, SOURCE, digits, disturbed, reads, recorded, write_
 TEST_KEYS = {"top1_last", "top5_last", "top1_selected", "top5_selected"}
 VALIDATION_KEYS = {"val_top1_last", "val_top1_selected", "selected_epoch"}
 # 60 digits to train on, of which 15 are for validation, and 30 held out
-SPLIT = (OWN, "dataset.validation=0.25", SHORT)
+SPLIT = (OWN, "dataset.validation=0.25", SHORT, "recipe.drop_last=false")
 TARGETS = np.array(digits()[0].targets)
 FOLDER = words_of("""
     dataset=image_folder dataset.root=images model.image_size=16 model.embed_dim=16
-    recipe.batch_size=6 recipe.epochs=1 dataset.workers=0 device=cpu
+    recipe.batch_size=6 recipe.epochs=1 dataset.workers=0 device=cpu recipe.drop_last=false
 """)
 
 

@@ -119,7 +119,7 @@ def half_easy(images: Tensor, targets: Tensor) -> dict[str, Any]:
     return {"layer": [1, 3], "tau": tau, "rho": 0.002}
 
 
-def test_figures_of_a_layer_count_easy_samples_and_replaced_tokens(images, targets):
+def test_figures_of_a_layer_count_easy_and_mixed_samples_and_replaced_tokens(images, targets):
     htm = half_easy(images, targets)
     output = attached(htm=htm)(images, targets)
     stats = output.stats
@@ -128,8 +128,10 @@ def test_figures_of_a_layer_count_easy_samples_and_replaced_tokens(images, targe
         gains = mix.gain[mix.mask]
         assert torch.equal(mix.is_easy, mix.difficulty < tau)
         assert 0 < easy < 6
-        assert stats[f"mixed_samples/{mix.layer}"] == easy
-        assert stats[f"mixed_tokens/{mix.layer}"] == mix.mask.sum() / easy
+        mixed = mix.mask.any(dim=1).sum()
+        assert stats[f"easy_samples/{mix.layer}"] == easy
+        assert stats[f"mixed_samples/{mix.layer}"] == mixed
+        assert stats[f"mixed_tokens/{mix.layer}"] == mix.mask.sum() / mixed
         assert stats[f"gain_max/{mix.layer}"] == gains.max()
         assert gains.max() > gains.min() > 0.002
         assert_close(stats[f"gain_mean/{mix.layer}"], gains.mean())
@@ -143,10 +145,27 @@ def test_figures_of_a_pass_count_what_any_layer_mixed(images, targets):
     easy = first.is_easy | second.is_easy
     mask = first.mask | second.mask
     assert torch.equal(output.is_easy, easy)
-    assert output.stats["mixed_samples"] == easy.sum()
-    assert_close(output.stats["mixed_tokens"], mask.sum() / easy.sum())
+    mixed = mask.any(dim=1).sum()
+    assert output.stats["easy_samples"] == easy.sum()
+    assert output.stats["mixed_samples"] == mixed
+    assert_close(output.stats["mixed_tokens"], mask.sum() / mixed)
     difficulty = first.difficulty.mean() + second.difficulty.mean()
     assert_close(output.score_loss, difficulty)
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.01, 0.03, 0.06, math.inf])
+def test_a_mixed_sample_is_one_with_a_replaced_token(images, targets, rho: float):
+    """All are easy; how many are mixed follows rho, to none at last."""
+    output = attached(htm={"layer": 1, "tau": math.inf, "rho": rho})(images, targets)
+    tokens = output.mask.sum(dim=1)
+    stats = output.stats
+    assert stats["easy_samples"] == 6
+    assert stats["mixed_samples"] == (tokens > 0).sum()
+    if rho == math.inf:
+        assert stats["mixed_samples"] == 0
+        assert stats["mixed_tokens"] == 0
+    else:
+        assert_close(stats["mixed_tokens"], tokens[tokens > 0].float().mean())
 
 
 def test_a_difficulty_of_tau_is_not_easy(images, targets):
@@ -155,7 +174,7 @@ def test_a_difficulty_of_tau_is_not_easy(images, targets):
     module = attached(htm={"layer": 1, "tau": tau, "rho": 0.002})
     output = module(images, targets)
     pairs = module.mixed_pairs(images, targets)
-    assert output.stats["mixed_samples"] == 2
+    assert output.stats["easy_samples"] == 2
     assert (unmixed.difficulty < tau).sum() == 2
     assert torch.equal(pairs.mask, output.mask)
     assert torch.equal(pairs.is_easy, output.is_easy)
@@ -169,7 +188,7 @@ def test_auto_thresholds_are_those_of_the_classes_and_the_spatial_tokens(images)
     module.scorenets["1"].head.bias.data[0] = 9  # some samples are easy
     targets = torch.eye(CLASSES)[[0, 0, 0, 1, 2, 3]]
     output = module(images, targets)
-    assert output.stats["mixed_samples"] == 3
+    assert output.stats["easy_samples"] == 3
     told = attached(htm={"layer": 1, "tau": math.log10(CLASSES), "rho": 1.28 / 16})
     told.load_state_dict(module.state_dict())
     assert output.mask.any()

@@ -29,6 +29,7 @@ class Draws(NamedTuple):
 
     ratios: Tensor | None = None  # 4 1 1: weights of own and partner's pixels, then of labels
     swapped: Tensor | None = None  # 1 1 h w bool, pixels taken from the partner, with CutMix
+    is_mixed: Tensor | None = None  # b bool, images that are mixed with another one
     kept: Tensor | None = None  # b 1 h w bool, pixels that are not erased
 
     def to(self, device: torch.device) -> "Draws":
@@ -43,17 +44,24 @@ class Mixed(NamedTuple):
     partners: Tensor  # b, of the image that is mixed in
     weight: Tensor | float = 1.0  # of the images themselves, one for all
     rest: Tensor | float = 0.0  # of the partners: 1 - weight
+    is_mixed: Tensor | None = None  # b bool, None: no image is
 
     def split(self, count: int) -> Iterator["Mixed"]:
         """Yields `count` consecutive parts, whose sizes differ by at most one."""
+        is_mixed: Sequence[Tensor | None] = [None] * count
+        if self.is_mixed is not None:
+            is_mixed = self.is_mixed.tensor_split(count)
         parts = zip(
             self.images.tensor_split(count),
             self.classes.tensor_split(count),
             self.partners.tensor_split(count),
+            is_mixed,
             strict=True,
         )
-        for images, classes, partners in parts:
-            yield self._replace(images=images, classes=classes, partners=partners)
+        for images, classes, partners, is_mixed_part in parts:
+            yield self._replace(
+                images=images, classes=classes, partners=partners, is_mixed=is_mixed_part
+            )
 
     def targets(self, num_classes: int, smoothing: float) -> Tensor:
         """Returns soft targets `b c`: both classes by their weights, with smoothed labels."""
@@ -82,7 +90,7 @@ class InputMixing(Mixup):
 
     def draw(self, shape: torch.Size) -> Draws:
         """Returns the draws for images `b 3 h w`, from numpy's global generator, as timm's."""
-        _, _, h, w = shape
+        b, _, h, w = shape
         lam, is_cutmix = self._params_per_batch()
         pixel_weight = lam  # of the image's own pixels
         label_weight = lam  # of its own class
@@ -96,9 +104,13 @@ class InputMixing(Mixup):
             pixel_weight = 1.0  # CutMix swaps whole pixels
         weights = [pixel_weight, 1 - pixel_weight, label_weight, 1 - label_weight]
         ratios = np.array(weights, np.float32)
+        is_mixed = np.full(b, label_weight < 1)
+        if b % 2 == 1:
+            is_mixed[b // 2] = False
         return Draws(
             ratios=for_device(ratios[:, None, None]),
             swapped=for_device(swapped) if self.cutmix_alpha > 0 else None,
+            is_mixed=for_device(is_mixed),
         )
 
     def mix(self, images: Tensor, classes: Tensor, draws: Draws) -> Mixed:
@@ -110,7 +122,14 @@ class InputMixing(Mixup):
             images = images + partners * pixel_rest[..., None, None]
         if draws.swapped is not None:
             images = torch.where(draws.swapped, partners, images)
-        return Mixed(images, classes, partners=classes.flip(0), weight=weight, rest=rest)
+        return Mixed(
+            images=images,
+            classes=classes,
+            partners=classes.flip(0),
+            weight=weight,
+            rest=rest,
+            is_mixed=draws.is_mixed,
+        )
 
 
 def for_device(values: np.ndarray) -> Tensor:

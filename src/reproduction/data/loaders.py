@@ -79,10 +79,11 @@ class EvaluationImages(Dataset[Example]):
 class TrainingBatches(Sampler[list[tuple[int, int]]]):
     """This rank's share of every global batch, as keys (epoch, index).
 
-    Each epoch is a permutation by (seed, epoch), split into the fewest global batches of at most
-    `batch_size`, with sizes that differ by at most one: every image appears once and there is no
-    small last batch. Each rank takes a contiguous share, so the global batches do not depend on the
-    number of ranks.
+    Each epoch is a permutation by (seed, epoch). With `drop_last` it is cut into global batches of
+    `batch_size` images, and the images that are left over are not of this epoch; fewer images than
+    that are one batch. Without it every image appears once: in the fewest batches of at most
+    `batch_size`, whose sizes differ by at most one. Each rank takes a contiguous share, so the
+    global batches do not depend on the number of ranks.
     """
 
     def __init__(self, config: Config, num_images: int, rank: int, ranks: int):
@@ -91,8 +92,12 @@ class TrainingBatches(Sampler[list[tuple[int, int]]]):
         self.seed = config.seed
         self.rank = rank
         self.ranks = ranks
-        self.num_batches = math.ceil(num_images / batch_size)
-        if num_images // self.num_batches < ranks:
+        if config.recipe.drop_last:
+            self.num_batches = max(1, num_images // batch_size)
+        else:
+            self.num_batches = math.ceil(num_images / batch_size)
+        self.epoch_images = min(num_images, self.num_batches * batch_size)
+        if self.epoch_images // self.num_batches < ranks:
             raise UserError(
                 f"devices={ranks}: {num_images} training images in batches of {batch_size} leave "
                 "some ranks without an image"
@@ -110,17 +115,18 @@ class TrainingBatches(Sampler[list[tuple[int, int]]]):
 
     def global_size(self, batch: int) -> int:
         """Returns the number of images of a global batch."""
-        size, larger = divmod(self.num_images, self.num_batches)
+        size, larger = divmod(self.epoch_images, self.num_batches)
         return size + 1 if batch < larger else size
 
     def count_images(self, steps: int) -> int:
         """Returns the number of images of the first `steps` global batches, over all epochs."""
         epochs, batches = divmod(steps, self.num_batches)
-        return epochs * self.num_images + sum(map(self.global_size, range(batches)))
+        return epochs * self.epoch_images + sum(map(self.global_size, range(batches)))
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         order = np.random.default_rng((self.seed, self.epoch)).permutation(self.num_images)
-        for batch in np.array_split(order, self.num_batches)[self.first :]:
+        of_epoch = order[: self.epoch_images]
+        for batch in np.array_split(of_epoch, self.num_batches)[self.first :]:
             share = np.array_split(batch, self.ranks)[self.rank]
             yield [(self.epoch, int(index)) for index in share]
 

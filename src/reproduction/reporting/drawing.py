@@ -33,8 +33,8 @@ CAPTIONS = {  # of the pictures of a run
     "accuracy.png": "Top-1 and loss on the images that the axis names, and training loss.",
     "mixed_samples.png": (
         "The mean difficulty of a batch (line and band: quantiles 5, 50 and 95 % of the batches of "
-        "an epoch); easy samples, which HTM mixes, and the tokens that it replaces in each (dots: "
-        "batches, lines: running means)."
+        "an epoch); easy samples and those of them in which HTM has replaced a token, mixed ones; "
+        "the tokens replaced in each mixed sample (dots: batches, lines: running means)."
     ),
     "mixed_pairs.png": (
         "Mixed pairs of the trained model at HTM's first block, on images without augmentation. A "
@@ -64,7 +64,11 @@ def figure(
 
 
 def draw_mixed_samples(path: Path, steps: pd.DataFrame, batch_size: int) -> None:
-    """Draws difficulty and mixed samples per batch over training, as in the paper's Figure 4."""
+    """Draws difficulty and mixed samples per batch over training, as in the paper's Figure 4.
+
+    `steps` may lack what an earlier revision did not count: mixed samples and their tokens.
+    """
+    steps = steps.reindex(columns=[*{*steps.columns, "mixed_samples", "mixed_tokens"}])
     with figure(path, 3, 1, figsize=(6, 6), sharex=True) as (difficulty, samples, tokens):
         epochs = steps.dropna(subset="difficulty").groupby("epoch")  # before off_epoch
         middle = epochs.step.mean()
@@ -75,11 +79,13 @@ def draw_mixed_samples(path: Path, steps: pd.DataFrame, batch_size: int) -> None
         difficulty.plot(middle, median, color=VERMILION, marker=".", markersize=3)
         difficulty.set_ylabel("mean difficulty\nof a batch [nats]")
         _from_zero(difficulty)
-        _scatter_with_mean(samples, steps.step, steps.mixed_samples, BLUE)
-        samples.set_ylabel(f"easy samples in a\nbatch of up to {batch_size}")
+        _scatter_with_mean(samples, steps.step, steps.easy_samples, BLUE, "easy")
+        _scatter_with_mean(samples, steps.step, steps.mixed_samples, GREEN, "mixed")
+        samples.set_ylabel(f"samples in a\nbatch of up to {batch_size}")
+        samples.legend()
         _from_zero(samples, batch_size)
         _scatter_with_mean(tokens, steps.step, steps.mixed_tokens, ORANGE)
-        tokens.set_ylabel("replaced tokens\nper easy sample")
+        tokens.set_ylabel("replaced tokens\nper mixed sample")
         _from_zero(tokens)
         tokens.set_xlabel("training batch")
         tokens.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -124,8 +124,9 @@ def _description(config: Config, summary: dict[str, Any]) -> str:
         images += f" ({data.validation:.0%} of them for validation)"
     mixing = "+".join(config.augmentation.stack) or "no mixing"
     where = ""
-    if summary.get("hardware"):
-        where += f", on {summary['hardware']}"
+    hardware = dict.fromkeys(start["hardware"] for start in summary["starts"])
+    if hardware:
+        where += f", on {' and '.join(hardware)}"
     if config.devices > 1:
         where += f" in {config.devices} processes"
     return (
@@ -141,12 +142,13 @@ def _table(config: Config, summary: dict[str, Any]) -> str:
         rows["initial weights"] = summary["initial_weights"]
     for name, numbers in summary.get("htm", {}).items():
         rows[f"htm.{name}"] = ", ".join(f"{float(x):.4g}" for x in numbers)
+    revisions = dict.fromkeys(str(start["git_revision"]) for start in summary["starts"])
     rows |= {
         "peak learning rate": f"{config.recipe.lr:g}",
         "batch size": f"{config.recipe.batch_size:,}",
         "training batches": f"{summary['steps']:,}",
         "training images per second": f"{summary['images_per_second']:,.0f}",
-        "git revision": str(summary["git_revision"]),
+        "git revision": ", ".join(revisions),
     }
     lines = [f"| {key} | {value} |" for key, value in rows.items()]
     return "\n".join(["| | |", "|---|---|", *lines])

@@ -25,18 +25,16 @@ COPIED = (  # from summary.json into a line of results/
     "top5_last",
     "top5_best",
     "epochs",
-    "hardware",
     "devices",
-    "threads",
-    "mixed_share",
-    "mixed_samples",
-    "mixed_tokens",
-    "git_revision",
-    "versions",
+    "starts",
+    "easy_share",
+    "easy_samples",
     "parameters",
     "log",
     "weights_sha256",
 )
+# The same of what not every revision counts; of easy samples, earlier ones counted the tokens.
+IF_COUNTED = ("mixed_share", "mixed_samples", "mixed_tokens", "easy_tokens")
 INTRODUCTION = f"""# Results
 
 `python -m scripts.report --results results` writes this page from `results/*.jsonl`, which hold a
@@ -115,6 +113,7 @@ def publish(run: Path, file: Path) -> None:
         raise UserError(f"run={run}: summary.json lacks {', '.join(missing)}")
     line = {"name": summary.get("name") or folder.path.name}  # of a copy the original's
     line |= {name: summary[name] for name in COPIED}
+    line |= {name: summary[name] for name in IF_COUNTED if name in summary}
     line |= {"hours": round(summary["seconds"] / 3600, 3), "config": published_config(row)}
     path = file.with_suffix(".jsonl")
     lines = []

@@ -1,13 +1,13 @@
 """Runs as tables see them, read from their folders or from published lines, and their results."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from reproduction.config import Config
-from reproduction.folder import RunFolder
+from reproduction.folder import RunFolder, summary_of_today
 from reproduction.identity import digest, flat, nested, row_hash, saved, settings, shared_settings
 from reproduction.system import UserError, first_line, in_one_line, reason_of
 
@@ -18,6 +18,8 @@ MEASURES = (  # of a run, beside its outcomes; tables have their means
     "top1_best",
     "top1_best10",
     "top1_selected",
+    "easy_share",
+    "easy_tokens",
     "mixed_share",
     "mixed_tokens",
     "seconds",
@@ -71,7 +73,7 @@ class Run:
     seed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)  # by `row_settings`
     record: dict[str, str] = field(default_factory=dict)  # of its images and weights
-    git_revision: str | None = None
+    revisions: tuple[str, ...] = ()  # of git, of its starts
     numbers: dict[str, float] = field(default_factory=dict)  # outcomes and measures, if finished
 
     @property
@@ -131,7 +133,7 @@ def _run(path: Path, config: Config, summary: Mapping[str, Any], written: float)
         seed=config.seed,
         settings=row_settings(config),
         record=summary.get("data") or {},
-        git_revision=summary.get("git_revision"),
+        revisions=tuple(_revisions(summary)),
         numbers=numbers,
     )
 
@@ -146,6 +148,14 @@ def _status_text(config: Config, summary: Mapping[str, Any]) -> str:
     if error and error != summary["status"]:  # that of an interrupted run is "interrupted"
         text += f": {in_one_line(error)}"
     return text
+
+
+def _revisions(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the revision of each start, shortened, as far as they are known."""
+    for start in summary.get("starts", []):
+        if start["git_revision"]:
+            commit, dash, dirty = start["git_revision"].partition("-")
+            yield f"{commit[:10]}{dash}{dirty}"
 
 
 def _numbers(summary: Mapping[str, Any]) -> dict[str, float]:
@@ -173,7 +183,7 @@ def read_store(path: Path) -> list[Run]:
     """Returns the published runs of a file of results/."""
     runs = []
     for text in path.read_text().splitlines():
-        line = json.loads(text)
+        line = summary_of_today(json.loads(text))
         summary = {**line, "status": "finished", "seconds": 3600 * line["hours"]}
         runs.append(_run(Path(line["name"]), config_of(line), summary, written=0.0))
     return runs

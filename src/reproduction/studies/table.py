@@ -139,7 +139,7 @@ def notes_of(counted: Counted) -> Iterator[str]:
         yield f"not counted: {path.name}: {reason}"
     if len(left_out) > MOST_NAMED:
         yield f"and {len(left_out) - MOST_NAMED} more that are not counted"
-    revisions = sorted({run.git_revision[:10] for run in counted.runs if run.git_revision})
+    revisions = sorted({revision for run in counted.runs for revision in run.revisions})
     seconds = math.fsum(run.numbers.get("seconds", 0.0) for run in counted.runs)
     runs = "1 finished run"
     if len(counted.runs) != 1:

@@ -64,7 +64,8 @@ def columns_of(line: Line) -> dict[str, str]:
     if outcome == ON_VALIDATION:
         found["test top-1 [%]"] = spread(line.values(ON_TEST.name), ON_TEST.spec)
     found["paper [%]"] = formatted(line.printed, ".2f")
-    found["mixed [%]"] = mixed(line)
+    for name in ("easy", "mixed"):  # samples, by HTM
+        found[f"{name} [%]"] = share(line, name)
     found["compared with"] = line.entry.against_text or NOTHING
     found["pairs"] = formatted(comparison.pairs, ".0f")
     found[f"difference [{outcome.gap}]"] = formatted(comparison.difference, f"+{outcome.spec}")
@@ -92,23 +93,18 @@ def _of_the_runs(line: Line) -> dict[str, str]:
     found = {}
     for title, measure in ACCURACIES.items():
         found[title] = formatted(line.mean_of(measure), ".2f")
-    found["tokens"] = formatted(line.mean_of("mixed_tokens"), ".1f")
+    found["tokens of easy"] = formatted(line.mean_of("easy_tokens"), ".1f")
+    found["tokens of mixed"] = formatted(line.mean_of("mixed_tokens"), ".1f")
     found["hours"] = formatted(line.n * line.mean_of("seconds") / 3600, ".1f")
     found["status"] = line.entry.status_text or NOTHING
     return found
 
 
-def mixed(line: Line) -> str:
-    """Formats the share of mixed samples, and says so if none was, or no token was replaced."""
+def share(line: Line, name: str) -> str:
+    """Formats the share of easy or mixed samples; only HTM has some."""
     if not line.runs or "augmentation.htm.tau" not in line.runs[0].settings:
         return NOTHING
-    share = line.mean_of("mixed_share")
-    text = formatted(100 * share, ".1f")
-    if share == 0:
-        return f"{text} (mixed nothing)"
-    if line.mean_of("mixed_tokens") == 0:
-        return f"{text} (replaced no token)"
-    return text
+    return formatted(100 * line.mean_of(f"{name}_share"), ".1f")
 
 
 def judged_on(outcome: Outcome) -> list[str]:

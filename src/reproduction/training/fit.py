@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -19,13 +19,14 @@ from reproduction.data import loaders
 from reproduction.data.halves import check_unreadable
 from reproduction.folder import RunFolder
 from reproduction.models.names import State
-from reproduction.system import Pulse, UserError, first_line, progress, say, warn
+from reproduction.system import PlainError, Pulse, UserError, first_line, progress, say, warn
 from reproduction.training import metrics
 from reproduction.training.checkpoint import Clock, check_classes, digest, save_plain
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loggers import Loggers
-from reproduction.training.step import Trainer
-from reproduction.training.stop import Stop
+from reproduction.training.step import MicroBatch, Trainer
+from reproduction.training.stop import ADVICE, Stop
+from tokenmixup.assignment import Diverged
 
 
 @dataclass
@@ -100,13 +101,13 @@ def train_epoch(run: Run, state: RunState, pace: metrics.Pace) -> None:
     total = min(len(batches), done + left)
     trainer.begin_epoch(state.epoch)
     if len(state.sums) == state.epoch:  # else resumed within the epoch
-        state.sums.append(metrics.no_sums())
+        state.sums.append(metrics.Sums())
     upcoming, run.upcoming = run.upcoming, None
     loaded = islice(upcoming or load(run, state.epoch, done), left)
     run.batch_metrics.restart_clock()
     for images, classes in progress(run.stop.while_waiting(loaded), task, total, done):
         size = batches.global_size(trainer.step % len(batches))  # `step` is still this batch's
-        micro_batches = trainer.train_step(images, classes, size)
+        micro_batches = train_step(run, state, images, classes, size)
         head = {"step": trainer.step, "epoch": number, "lr": trainer.lr}
         run.batch_metrics.add(head, size, [part.stats for part in micro_batches])
 
@@ -119,6 +120,23 @@ def train_epoch(run: Run, state: RunState, pace: metrics.Pace) -> None:
         if saves:
             save_checkpoint(run, state)
     write_metrics(run, state)
+
+
+def train_step(
+    run: Run, state: RunState, images: Tensor, classes: Tensor, size: int
+) -> list[MicroBatch]:
+    """Trains a step of `size` images; ends the run if the host meets saliency that is not finite.
+
+    A process alone: other ranks wait for the gradients of one that has none, and end with it.
+    """
+    trainer = run.trainer
+    try:
+        return trainer.train_step(images, classes, size)
+    except Diverged as error:
+        if trainer.world.size > 1:
+            raise
+        write_metrics(run, state)  # another step may have been the first
+        end_before(run, state, trainer.step + 1, str(error))
 
 
 def load(run: Run, epoch: int, first: int = 0) -> Iterator[list[Tensor]]:
@@ -173,15 +191,22 @@ def _record_epoch(run: Run, state: RunState, pace: metrics.Pace) -> None:
         if metrics.best(state.log)["epoch"] == number:
             _keep_best(run, state)
     run.folder.write_summary(**progress_entries(run, state))
+    before = (number - 1) * len(run.batches)
+    images = run.batches.count_images(run.trainer.step) - run.batches.count_images(before)
     line = metrics.describe(
         state.sums[-1],
         state.log,
+        images=images,
         number=number,
         total=run.total_epochs,
         has_htm=run.trainer.module.htm is not None,
         seconds_left=pace.left(run.trainer.step),
     )
     say(line)
+    remark = metrics.remark_on_rho(state.sums, is_last=number == run.total_epochs)
+    if remark is not None:
+        advice = f"python -m scripts.look {run.folder.path} counts them for other rho"
+        say(f"htm: {remark}; {advice}")
 
 
 def _keep_best(run: Run, state: RunState) -> None:
@@ -193,20 +218,34 @@ def _keep_best(run: Run, state: RunState) -> None:
 def write_metrics(run: Run, state: RunState) -> metrics.Line:
     """Writes the lines of the batches since the last call, and returns the last one, if any.
 
-    PlainError if a batch ends the run.
+    Ends the run before the first batch that is not finite.
     """
     lines, seconds = run.batch_metrics.fetch()
     state.train_seconds += seconds
-    for line in metrics.until_diverged(lines, run.trainer.uses_scaler):
+    finite, reason = metrics.until_diverged(lines, run.trainer.uses_scaler)
+    for line in finite:
         if line["skipped"]:
             state.skipped += 1
         else:
-            state.sums[-1] = metrics.added(state.sums[-1], line)
+            state.sums[-1] = state.sums[-1].plus(line)
         if not run.trainer.uses_scaler:
             del line["skipped"]
         _write_line(run, line)
     _note_unreadable(run, state)
+    if reason:
+        end_before(run, state, lines[len(finite)]["step"], reason)
     return lines[-1] if lines else {}
+
+
+def end_before(run: Run, state: RunState, step: int, reason: str) -> NoReturn:
+    """Ends a run by PlainError, with a checkpoint of before a step: nothing was updated since."""
+    run.trainer.step = step - 1
+    save_checkpoint(run, state)
+    raise PlainError(
+        f"step {step}: {reason}; nothing was updated since step {step - 1}: resuming repeats step "
+        f"{step} exactly, and model.weights={run.folder.last_path} with {ADVICE} begins a new run "
+        "from these weights"
+    )
 
 
 def _note_unreadable(run: Run, state: RunState) -> None:
@@ -233,6 +272,7 @@ def save_checkpoint(run: Run, state: RunState) -> None:
         content = {
             **trainer.state(),
             **vars(state),
+            "sums": [[*sums] for sums in state.sums],
             "classes": trainer.classes,
             "config": asdict(trainer.config),
             "summary": folder.read_summary(),
@@ -250,6 +290,7 @@ def restore(trainer: Trainer, path: Path, content: dict[str, Any]) -> RunState:
         check_classes(origin, content["classes"], trainer.classes)
         trainer.restore(origin, content)
         content.setdefault("unreadable", {})  # earlier revisions had none
+        content["sums"] = [metrics.sums_of(saved) for saved in content["sums"]]
         return RunState(**{x.name: content[x.name] for x in fields(RunState)})
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{origin}: does not fit the run: {first_line(error)}") from error

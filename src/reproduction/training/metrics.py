@@ -5,7 +5,6 @@ A line is one of metrics.jsonl: of a batch, or of an epoch that was evaluated, w
 
 import math
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from functools import cache
 from statistics import median
@@ -14,13 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from reproduction.system import PlainError
 from reproduction.training.ranks import World
-from reproduction.training.stop import ADVICE
 from tokenmixup.output import Stat
 
 Line = dict[str, Any]
-Sums = list[float]  # of the batches of an epoch: their number, loss, mixed samples, mixed tokens
 
 MEDIAN_EPOCHS = 10
 
@@ -65,7 +61,7 @@ class BatchMetrics:
     def _on_device(self, value: Tensor | float | None) -> Tensor:
         if isinstance(value, Tensor):
             return value
-        return _constant(float(value or 0), self.world.device)  # None: of a total without divisor
+        return constant(float(value or 0), self.world.device)  # None: of a total without divisor
 
     def fetch(self) -> tuple[list[Line], float]:
         """Returns a line for each collected batch, over all ranks, and the seconds of all."""
@@ -98,45 +94,63 @@ class BatchMetrics:
 
 
 @cache
-def _constant(value: float, device: torch.device) -> Tensor:
+def constant(value: float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """A number on the device, which is kept, since to make one launches a kernel."""
-    return torch.full((), value, device=device)
+    return torch.full((), value, dtype=dtype, device=device)
 
 
-def until_diverged(lines: list[Line], uses_scaler: bool) -> Iterator[Line]:
-    """Yields the lines; PlainError, with the step, at the first one that ends the run.
+def until_diverged(lines: list[Line], uses_scaler: bool) -> tuple[list[Line], str]:
+    """Returns the lines before the first one that ends the run, and why that one does, or "".
 
-    A line has `skipped` = 1 if its loss or a gradient is not finite. float16's scaler, if it is
-    used, has then skipped the update, and the run goes on, as long as the loss is finite.
+    A line has `skipped` = 1 if a loss or gradient is not finite: nothing was updated. For float16's
+    scaler, if it is used, this is normal, as long as the loss is finite.
     """
-    for line in lines:
+    for index, line in enumerate(lines):
         reason = ""
-        if math.isnan(line.get("gain_max", 0.0)):  # a GPU raises no exception for it
+        if not math.isfinite(line.get("gain_max", 0.0)):  # a GPU raises no exception for it
             reason = "the saliency gain is not finite: the model has diverged"
         elif not math.isfinite(line["loss"]):
             reason = f"the loss is {line['loss']}"
         elif line["skipped"] and not uses_scaler:
             reason = "the gradient is not finite"
         if reason:
-            raise PlainError(f"step {line['step']}: {reason}; {ADVICE}")
-        yield line
+            return lines[:index], reason
+    return lines, ""
 
 
-def no_sums() -> Sums:
-    return [0.0] * 4
+class Sums(NamedTuple):
+    """Over the batches of an epoch; nan of what the revision that trained it did not count."""
+
+    batches: float = 0.0
+    loss: float = 0.0
+    easy_samples: float = 0.0
+    tokens: float = 0.0  # replaced
+    mixed_samples: float = 0.0
+
+    def plus(self, line: Line) -> "Sums":
+        """Returns the sums with one more batch: one by one, as a resumed run adds them too."""
+        mixed = line["mixed_samples"]
+        return Sums(
+            batches=self.batches + 1,
+            loss=self.loss + line["loss"],
+            easy_samples=self.easy_samples + line["easy_samples"],
+            tokens=self.tokens + mixed * line["mixed_tokens"],
+            mixed_samples=self.mixed_samples + mixed,
+        )
+
+    @property
+    def tokens_each(self) -> float:
+        """Replaced tokens per mixed sample, nan without one."""
+        if self.mixed_samples == 0:
+            return math.nan
+        return self.tokens / self.mixed_samples
 
 
-def added(sums: Sums, line: Line) -> Sums:
-    """Returns the sums with one more batch: one by one, as a resumed run adds them too."""
-    mixed = line["mixed_samples"]
-    batch = [1, line["loss"], mixed, mixed * line["mixed_tokens"]]
-    return [x + y for x, y in zip(sums, batch, strict=True)]
-
-
-def means(sums: Sums) -> tuple[float, float, float]:
-    """The mean loss and number of mixed samples of a batch, and of mixed tokens in each of them."""
-    batches, loss, mixed, tokens = sums
-    return loss / max(batches, 1), mixed / max(batches, 1), tokens / max(mixed, 1)
+def sums_of(saved: list[float]) -> Sums:
+    """Returns the sums of a checkpoint; those of earlier revisions end before the mixed samples."""
+    if len(saved) < len(Sums._fields):
+        saved = [*saved, math.nan]
+    return Sums(*saved)
 
 
 def accuracy(line: Line) -> float:
@@ -169,20 +183,30 @@ def describe_step(line: Line, pace: Pace) -> str:
     step = line["step"]
     parts = [f"step {step:,}/{pace.total:,}", f"loss {line['loss']:.3f}"]
     if "difficulty" in line:  # HTM mixes
-        parts.append(f"mixed {line['mixed_samples']:.3g} ({line['mixed_tokens']:.0f} tokens)")
+        parts.append(
+            f"easy {line['easy_samples']}, mixed {line['mixed_samples']}, "
+            f"{line['mixed_tokens']:.3g} tokens each"
+        )
     parts.append(f"{timedelta(seconds=round(pace.left(step)))} left")
     return "  ".join(parts)
 
 
 def describe(
-    sums: Sums, log: list[Line], *, number: int, total: int, has_htm: bool, seconds_left: float
+    sums: Sums,
+    log: list[Line],
+    *,
+    images: int,
+    number: int,
+    total: int,
+    has_htm: bool,
+    seconds_left: float,
 ) -> str:
-    """Returns the line of epoch `number`."""
-    loss, mixed, tokens = means(sums)
+    """Returns the line of epoch `number`, which has trained on `images`."""
     width = len(str(total))
+    loss = sums.loss / max(sums.batches, 1)
     parts = [f"epoch {number:>{width}}/{total}", f"loss {loss:.3f}"]
     if has_htm:
-        parts.append(f"mixed {mixed:.3g} ({tokens:.0f} tokens)")
+        parts.append(_describe_mixing(sums, images))
     if log and log[-1]["epoch"] == number:
         name = "val" if "val_top1" in log[-1] else "top-1"
         parts.append(f"{name} {accuracy(log[-1]):.2f} %")
@@ -191,20 +215,50 @@ def describe(
     return "  ".join(parts)
 
 
-def mixing(epochs: list[Sums], images: int) -> dict[str, float | None]:
-    """The means of the last epoch, and the share of all images that were mixed.
+def _describe_mixing(sums: Sums, images: int) -> str:
+    """What HTM has done in an epoch, such as `easy 20 %, mixed 3 %, 1.2 tokens each`."""
+    text = f"easy {100 * sums.easy_samples / images:.3g} %"
+    if not math.isnan(sums.mixed_samples):
+        text += f", mixed {100 * sums.mixed_samples / images:.3g} %"
+    if not math.isnan(sums.tokens_each):
+        text += f", {sums.tokens_each:.3g} tokens each"
+    return text
 
-    `epochs`: complete ones; `images`: in all of them.
+
+def mixing(epochs: list[Sums], images: int) -> dict[str, float | None]:
+    """The means of the last epoch, and the shares of all images that were easy, and mixed.
+
+    `epochs`: complete ones; `images`: in all of them. None stands for what is not known.
     """
-    if not epochs:
-        return dict.fromkeys(("mixed_samples", "mixed_tokens", "mixed_share"))
-    _, mixed, tokens = means(epochs[-1])
-    mixed_images = sum(of_epoch for _batches, _loss, of_epoch, _tokens in epochs)
-    return {
-        "mixed_samples": mixed,
-        "mixed_tokens": tokens if mixed else None,
-        "mixed_share": round(mixed_images / images, 4),
+    last = epochs[-1] if epochs else Sums()
+    batches = max(last.batches, 1)
+    easy = math.fsum(sums.easy_samples for sums in epochs)
+    mixed = math.fsum(sums.mixed_samples for sums in epochs)
+    found = {
+        "easy_samples": last.easy_samples / batches,
+        "mixed_samples": last.mixed_samples / batches,
+        "mixed_tokens": last.tokens_each,
+        "easy_share": round(easy / max(images, 1), 4),
+        "mixed_share": round(mixed / max(images, 1), 4),
     }
+    if not epochs:
+        return dict.fromkeys(found)
+    return {name: None if math.isnan(value) else value for name, value in found.items()}
+
+
+def remark_on_rho(epochs: list[Sums], is_last: bool) -> str | None:
+    """What is said after an epoch if rho lets no token of its easy samples be replaced, or few.
+
+    After the first epoch with easy samples, and after the last of all.
+    """
+    easy = math.fsum(sums.easy_samples for sums in epochs)
+    tokens = math.fsum(sums.tokens for sums in epochs)
+    is_first = easy > 0 and easy == epochs[-1].easy_samples
+    if is_first and tokens == 0:
+        return "rho was above every gain: no token of an easy sample was replaced yet"
+    if is_last and tokens < easy:
+        return f"{tokens / easy:.2g} tokens were replaced for each easy sample"
+    return None
 
 
 def tested_accuracies(log: list[Line], last: Line, selected: Line) -> dict[str, Any]:

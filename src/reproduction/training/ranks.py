@@ -76,6 +76,11 @@ class World:
         was_nan, largest = both
         return largest.masked_fill(was_nan > 0, math.nan)
 
+    def any(self, flag: Tensor) -> None:
+        """Raises a flag on the device, 0 or 1, to 1 if it is that on any rank, without waiting."""
+        if self.size > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+
     def gather(self, value: Shared) -> list[Shared]:
         """Returns the values of all ranks on every rank."""
         values = [value] * self.size

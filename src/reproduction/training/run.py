@@ -8,6 +8,7 @@ import platform
 from collections.abc import Mapping
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from reproduction.data.halves import Data, in_memory
 from reproduction.data.seeding import preserved_generators
 from reproduction.data.sources import opened, record
 from reproduction.folder import RunFolder, hold
+from reproduction.identity import changes, run_hash, saved
 from reproduction.models.build import (
     build_module,
     count_parameters,
@@ -128,9 +130,9 @@ def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
                 results = fit(run, state)
                 status = "finished"
             except Stopped:  # on all ranks after the same step
+                write_metrics(run, state)  # first: the checkpoint counts their bytes
                 if world.is_main:
                     say(f"stopping after step {run.trainer.step} (a second Ctrl-C: at once)")
-                write_metrics(run, state)  # first: the checkpoint counts their bytes
                 save_checkpoint(run, state)
                 raise
             except Exception as error:
@@ -163,6 +165,7 @@ def set_up(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Run
     state = RunState()
     if newest is not None:
         checkpoint, content = newest
+        _check_same_run(checkpoint, content, config)
         state = restore(trainer, checkpoint, content)
     if world.broadcast(trainer.step) != trainer.step:
         raise PlainError("the ranks have read different checkpoints")
@@ -171,8 +174,12 @@ def set_up(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Run
         facts = _facts(trainer, data)
         if newest is None:  # a resumed run keeps what its beginning has recorded
             facts["initial_weights"] = initial_weights
+            facts["starts"] = []
+        else:
+            facts["starts"] = folder.read_summary().get("starts", [])
+        facts["starts"] += [_start(trainer)]
         facts |= origin
-        _say_start(trainer, data, facts)
+        _say_start(trainer, data, batches, facts)
     run = _assembled(trainer, folder, data, batches)
     # The folder last: what is refused above, such as a logger's settings, leaves it as it was.
     if world.is_main:
@@ -183,6 +190,15 @@ def set_up(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Run
             folder.best_path.unlink(missing_ok=True)
         folder.write_summary(**facts, **progress_entries(run, state), status="running", error=None)
     return run, state
+
+
+def _check_same_run(path: Path, content: Mapping[str, Any], config: Config) -> None:
+    """Raises UserError unless a checkpoint is of this run; the oldest hold no configuration."""
+    if "config" not in content:
+        return
+    others = ", ".join(changes(config, saved(content["config"])))
+    if others:
+        raise UserError(f"checkpoint={path}: is of another run, this one has {others}")
 
 
 def _assembled(
@@ -214,7 +230,9 @@ def _assembled(
     )
 
 
-def _say_start(trainer: Trainer, data: Data, facts: Mapping[str, Any]) -> None:
+def _say_start(
+    trainer: Trainer, data: Data, batches: loaders.TrainingBatches, facts: Mapping[str, Any]
+) -> None:
     """Says what is trained, and which settings are allowed but probably mistakes."""
     config, world = trainer.config, trainer.world
     verb = f"resuming after step {trainer.step}" if trainer.step else "training"
@@ -230,6 +248,10 @@ def _say_start(trainer: Trainer, data: Data, facts: Mapping[str, Any]) -> None:
     if world.size > 1:
         device = f"{world.size} ranks on {device}"
     say(f"{verb}: {config.model.name} on {', '.join(images)}, {mixing}, {device}")
+    left_out = len(data.train) - batches.epoch_images
+    if left_out:
+        others = f"{left_out:,} images that fill no batch of {config.recipe.batch_size}"
+        say(f"each epoch leaves out {others}, other ones each time: recipe.drop_last=true")
     for remark in data.remarks:
         warn(f"warning: {remark}")
     if facts.get("initial_weights") is not None:
@@ -237,15 +259,19 @@ def _say_start(trainer: Trainer, data: Data, facts: Mapping[str, Any]) -> None:
     for name, row in facts.get("htm", {}).items():
         say(f"htm: {name} = {', '.join(f'{float(x):.4g}' for x in row)}")
     if trainer.module.htm is not None and trainer.module.htm.difficulty == "paper":
-        _say_difficulty(len(data.classes), config.recipe.label_smoothing)
+        tau = min(map(float, facts["htm"]["tau"]))
+        _say_difficulty(tau, len(data.classes), config.recipe.label_smoothing)
 
 
-def _say_difficulty(classes: int, smoothing: float) -> None:
-    """Says between which numbers a useful tau lies."""
+def _say_difficulty(tau: float, classes: int, smoothing: float) -> None:
+    """Says between which numbers a useful tau lies, and if the least of all layers is below."""
     label = torch.full((classes,), smoothing / classes).double()
     label[0] += 1 - smoothing
     least = float(torch.special.entr(label).sum())
     say(f"htm: difficulty: at least {least:.4g} nats, {math.log(classes):.4g} of a guess")
+    if tau <= least:
+        reason = f"the difficulty of a sample is never below {least:.4g} nats"
+        warn(f"warning: htm: with tau = {tau:.4g} no sample is easy: {reason}")
 
 
 def _htm_numbers(trainer: Trainer, htm: HTM) -> dict[str, list[float | str]]:
@@ -265,6 +291,21 @@ def _finite(number: float) -> float | str:
     return number if number < math.inf else "inf"
 
 
+def _start(trainer: Trainer) -> dict[str, Any]:
+    """The entry of the summary about a start of the run: from which step on, with what and where.
+
+    On a CPU the weights are a function of the settings and these.
+    """
+    versions = {name: version(name) for name in LIBRARIES}
+    return {
+        "step": trainer.step,
+        "git_revision": git_revision(),
+        "versions": {"python": platform.python_version(), **versions},
+        "hardware": hardware_name(trainer.world.device.type),
+        "threads": torch.get_num_threads(),
+    }
+
+
 def _facts(trainer: Trainer, data: Data) -> dict[str, Any]:
     """The entries of the summary that are known before training."""
     config = trainer.config
@@ -274,10 +315,7 @@ def _facts(trainer: Trainer, data: Data) -> dict[str, Any]:
         "parameters": count_parameters(trainer.module),
         "seed": config.seed,
         "devices": config.devices,
-        "hardware": hardware_name(trainer.world.device.type),
-        "threads": torch.get_num_threads(),
-        "versions": {"python": platform.python_version()} | {x: version(x) for x in LIBRARIES},
-        "git_revision": git_revision(),
+        "run_hash": run_hash(config),
     }
     if trainer.module.htm is not None:
         facts["htm"] = _htm_numbers(trainer, trainer.module.htm)

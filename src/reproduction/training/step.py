@@ -3,16 +3,16 @@
 The epochs around it are in fit.py. Letters: b batch, c classes, h w image.
 """
 
+import copy
 import math
 from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
 from timm.optim import create_optimizer_v2
-from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from reproduction.config import Config, Recipe
 from reproduction.data.inputs import Draws, Mixed, build_training_inputs
@@ -21,15 +21,18 @@ from reproduction.models.build import compile_module, place
 from reproduction.models.weights import module_state
 from reproduction.training.evaluate import autocast
 from reproduction.training.graph import StepGraph
+from reproduction.training.metrics import constant
 from reproduction.training.ranks import World
 from tokenmixup import Output, TokenMixup, training_loss
+from tokenmixup.assignment import Diverged
 from tokenmixup.output import Stat
 
 
 class MicroBatch(NamedTuple):
     """The mean loss of a micro-batch, the model's output for it, and the figures of its log.
 
-    `stats`: `loss`, `skipped` and those of `Output.sums`. All tensors are on the device.
+    `stats`: `loss`, `skipped`, `input_mixed_samples` and those of `Output.sums`. All tensors are on
+    the device.
     """
 
     loss: Tensor
@@ -37,12 +40,38 @@ class MicroBatch(NamedTuple):
     stats: dict[str, Stat]
 
 
+SEEN = ("loss", "gain_max")  # figures that are finite in a good step; all have the first one
+
+
+class Average:
+    """The moving average of a model's weights and buffers, in `module`, a model of its own.
+
+    Its update, x + (1 - decay) (new - x), is a step of SGD with 1 - decay as its rate, `new` as the
+    gradient to follow, and a decay of x by all of it: fused, it does nothing while `is_held` is 1.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, is_held: Tensor):
+        self.module = copy.deepcopy(model).eval()
+        self.values = [*self.module.state_dict().values()]
+        averaged = [value for value in self.values if value.is_floating_point()]
+        self.sgd = SGD(averaged, lr=1 - decay, weight_decay=1, maximize=True, fused=True)
+        setattr(self.sgd, "found_inf", is_held)
+
+    def update(self, model: nn.Module) -> None:
+        for value, new in zip(self.values, model.state_dict().values(), strict=True):
+            if value.is_floating_point():
+                value.grad = new
+            else:  # a count
+                value.copy_(new)
+        self.sgd.step()
+
+
 class Trainer:
     """Trains `module` step by step, together with all other ranks; every rank has one.
 
-    After a step `not_finite`, on the device, is 1 if a loss or gradient was not finite, else 0.
-    float16's scaler skips a step whose gradients overflow, on all ranks. Without it such a step
-    changes the weights, and the run ends when the step is logged, by `metrics.until_diverged`.
+    A step that is not finite on any rank changes nothing, and neither does a later one, until the
+    host reads of it in the log and ends the run: `has_diverged` stays 1 on the device. While
+    `is_held` is 1, also for a step that float16's scaler skips, the fused optimisers do nothing.
     """
 
     def __init__(
@@ -66,14 +95,18 @@ class Trainer:
         if config.compile:
             compile_module(module)
         self.parameters = [*module.parameters()]
-        self.average: ModelEmaV3 | None = None
-        if recipe.ema_decay is not None:
-            self.average = ModelEmaV3(module.model, decay=recipe.ema_decay)
-        self.parallel = world.parallel(module)
         self.uses_scaler = recipe.precision == "float16"
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.uses_scaler)
-        self.not_finite = torch.zeros((), device=device)
+        self.has_diverged = torch.zeros((), device=device)
+        self.is_held = self.has_diverged
+        if self.uses_scaler:  # for which gradients that overflow are normal
+            self.is_held = torch.zeros((), device=device)
+        self.average: Average | None = None
+        if recipe.ema_decay is not None:
+            self.average = Average(module.model, recipe.ema_decay, self.is_held)
+        self.parallel = world.parallel(module)
         self.optimizer = build_optimizer(module, recipe)
+        setattr(self.optimizer, "found_inf", self.is_held)
         self.lr = recipe.lr  # of the last step
         self.lr_of_graphs = torch.zeros((), device=device)
         self.graph: StepGraph | None = None
@@ -86,7 +119,7 @@ class Trainer:
         `images` (`b 3 h w`, uint8) and `classes` (`b`) are this rank's share of it. All random
         draws are a function of seed, step and rank. The share is cut into `grad_accum_steps`
         consecutive micro-batches, whose sizes differ by at most one; HTM matches pairs within each.
-        Raises FloatingPointError as `tokenmixup.assignment.optimal_donors`.
+        Raises Diverged as `tokenmixup.assignment.optimal_donors`, with nothing changed.
         """
         key = self.config.seed, self.step, self.world.rank
         draws = self.inputs.draw(images.shape, *key)
@@ -119,42 +152,48 @@ class Trainer:
         images = images.to(device, non_blocking=True)
         classes = classes.to(device, non_blocking=True)
         mixed = self.inputs.apply(images, classes, draws.to(device))
-        restorable = self._restorable()
-        backup = [value.clone() for value in restorable]
+        buffers = [*self.module.buffers()]
+        before = [buffer.clone() for buffer in buffers]
 
         # Gradients; only the last backward pass reduces them over the ranks
         parts = list[MicroBatch]()
         count = self.recipe.grad_accum_steps
         no_sync = getattr(self.parallel, "no_sync", nullcontext)  # DistributedDataParallel has it
-        for part in mixed.split(count):
-            is_last = len(parts) == count - 1
-            with nullcontext() if is_last else no_sync():
-                parts.append(self._forward_and_backward(part, global_size))
+        try:
+            for part in mixed.split(count):
+                is_last = len(parts) == count - 1
+                with nullcontext() if is_last else no_sync():
+                    parts.append(self._forward_and_backward(part, global_size))
+        except Diverged:  # where matching waits for the host
+            for buffer, old in zip(buffers, before, strict=True):
+                buffer.copy_(old)
+            raise
 
         # Weights
         norm = self._clip_gradients()
-        total = torch.stack([norm, *(part.loss for part in parts)]).sum()
-        # x - x is nan unless x is finite, and nan != 0; isfinite would launch three more
-        self.not_finite.copy_(total - total != 0)
-        self.scaler.step(self.optimizer)
+        self._judge(norm, parts)
+        self.optimizer.step()  # by itself: `scaler.step` would replace its `found_inf`
         self.scaler.update()
         self.optimizer.zero_grad()
 
-        # Averages of the weights
+        # Statistics and averages
+        for buffer, old in zip(buffers, before, strict=True):
+            torch.where(self.is_held > 0, old, buffer, out=buffer)
         if self.average is not None:
             self.average.update(self.module.model)
-        for value, old in zip(restorable, backup, strict=True):  # if the step was skipped
-            value.copy_(torch.where(self.not_finite > 0, old, value))
         return parts
 
-    def _restorable(self) -> list[Tensor]:
-        """What a step that the scaler skips restores: the buffers and the averaged weights."""
+    def _judge(self, norm: Tensor, parts: list[MicroBatch]) -> None:
+        """Sets `has_diverged` and `is_held` by what is seen of a step, without waiting for it."""
+        seen = [part.stats[name].total for part in parts for name in SEEN if name in part.stats]
         if not self.uses_scaler:
-            return []
-        values = [*self.module.buffers()]
-        if self.average is not None:
-            values += self.average.module.state_dict().values()
-        return values
+            seen.append(norm)
+        total = torch.stack(cast(list[Tensor], seen)).sum()
+        # x - x is nan, which counts as true, unless x is finite; isfinite would launch three more
+        self.has_diverged.logical_or_(total - total)
+        self.world.any(self.has_diverged)  # gradients are those of all ranks, but losses are not
+        if self.uses_scaler:
+            self.is_held.copy_(norm - norm).logical_or_(self.has_diverged)
 
     def _forward_and_backward(self, part: Mixed, global_size: int) -> MicroBatch:
         """Adds the gradients of a micro-batch: labels, the mixing of tokens, loss, backward."""
@@ -167,32 +206,29 @@ class Trainer:
         n = len(part.images)
         # DDP averages over the ranks: the world size turns that mean into a sum.
         weight = n * self.world.size / global_size
-        self.scaler.scale(loss * weight).backward()
+        self.scaler.scale(loss).backward(constant(weight, loss.device, loss.dtype))
         loss = loss.detach()
+        input_mixed = Stat(0)
+        if part.is_mixed is not None:
+            input_mixed = Stat(part.is_mixed.sum(dtype=torch.float32))
         stats = {
             "loss": Stat(loss * n, n),
-            # The tensor itself: `_update` writes it later, BatchMetrics reads it after the step.
-            "skipped": Stat(self.not_finite, is_max=True),
+            # The tensor itself: `_judge` writes it later, BatchMetrics reads it after the step.
+            "skipped": Stat(self.is_held, is_max=True),
+            "input_mixed_samples": input_mixed,
             **output.sums,
         }
         return MicroBatch(loss, output, stats)
 
     def _clip_gradients(self) -> Tensor:
-        """Clips the gradients and returns their norm before clipping.
+        """Clips the gradients, no longer scaled, and returns their norm before clipping.
 
-        With a scaler this is the norm of the scaled gradients, which is not finite if the scaler
-        skips the step: asking the scaler would wait for the device.
+        It is not finite if the scaler skips the step: asking the scaler would wait for the device.
         """
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = get_total_norm(gradients)
-        max_norm = self.recipe.clip_grad_norm
-        if max_norm is None:
-            return norm
-        true_norm = norm
-        if self.uses_scaler:
-            self.scaler.unscale_(self.optimizer)
-            true_norm = get_total_norm(gradients)
-        clip_grads_with_norm_(self.parameters, max_norm, true_norm)
+        self.scaler.unscale_(self.optimizer)  # none without a scaler
+        norm = get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        if self.recipe.clip_grad_norm is not None:
+            clip_grads_with_norm_(self.parameters, self.recipe.clip_grad_norm, norm)
         return norm
 
     def begin_epoch(self, epoch: int) -> None:
@@ -243,14 +279,14 @@ class Trainer:
 def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
     """Builds AdamW, or SGD with (non-Nesterov) momentum; biases and other vectors do not decay.
 
-    The fused kernels take one pass over each parameter and skip a scaler's step on the device.
+    The fused kernels take one pass over each parameter, and skip a step on the device.
     """
     settings: dict[str, Any] = {"lr": recipe.lr, "weight_decay": recipe.weight_decay, "fused": True}
     if recipe.optimizer == "adamw":
         return create_optimizer_v2(model, opt="adamw", **settings)
     # timm's "sgd" uses Nesterov momentum
     optimizer = create_optimizer_v2(model, opt="momentum", momentum=0.9, **settings)
-    # The kernel leaves the buffers uninitialised if a scaler skips the first step.
+    # The kernel leaves the buffers uninitialised if it skips the first step.
     for group in optimizer.param_groups:  # frozen parameters are in none
         for parameter in group["params"]:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

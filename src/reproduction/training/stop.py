@@ -28,7 +28,7 @@ from tokenmixup.assignment import Diverged
 
 Batch = TypeVar("Batch")
 
-ADVICE = "try a lower recipe.lr, a recipe.clip_grad_norm or recipe.precision=float32"
+ADVICE = "a lower recipe.lr, a recipe.clip_grad_norm or recipe.precision=float32"
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 LOST = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}  # of the run's folder
 
@@ -136,7 +136,7 @@ def line_of(error: BaseException, config: Config) -> str | None:
 
 def of_method(error: BaseException, config: Config) -> str | None:
     """A gain in saliency that is not finite."""
-    return f"{error}; {ADVICE}" if isinstance(error, Diverged) else None
+    return f"{error}; try {ADVICE}" if isinstance(error, Diverged) else None
 
 
 def of_memory(error: BaseException, config: Config) -> str | None:
