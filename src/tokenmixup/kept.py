@@ -53,7 +53,8 @@ def _held_by(x: Any) -> Held | None:
     elif kind is MethodType:
         held = {"function": x.__func__, "attributes": getattr(x.__self__, "__dict__", None)}
     elif isinstance(x, nn.Module):
-        held = {"attributes": vars(x), "classes": kind.__mro__}
+        held = {each.__name__: each for each in kind.__mro__}
+        held["self"] = vars(x)
     elif isinstance(x, type) and not _is_foreign(x):
         held = dict(vars(x))
     return held
@@ -113,16 +114,18 @@ class Kept:
 
     def __init__(self, *roots: Any):
         self.held: dict[int, tuple[Any, Held]] = {}  # by the id of what holds it
-        found = list(roots)
+        self.names: dict[int, Any] = {}  # by the same: by which it is held
+        found: list[tuple[Any, Any]] = list(enumerate(roots))
         while found:
-            x = found.pop()
+            name, x = found.pop()
             if id(x) in self.held:
                 continue
             held = _held_by(x)
             if held is not None:
                 self.held[id(x)] = (x, held)
+                self.names[id(x)] = name
                 if type(x) not in CLOSED:
-                    found += held.values()
+                    found += held.items()
 
     def changed(self) -> Left:
         """Returns what is held in the place of something else now."""
@@ -134,18 +137,6 @@ class Kept:
                 if not is_same(held.get(name), now.get(name)):
                     changed[key, name] = (x, now.get(name))
         return changed
-
-    def name_of(self, key: int, name: Any) -> str:
-        """Returns the name of what is held, or of the tensor or container that holds it."""
-        x, _ = self.held[key]
-        places = [(x, name)]
-        if type(x) not in (*BY_NAME, type, FunctionType):
-            for holder, held in self.held.values():
-                places += [(holder, name) for name, value in held.items() if value is x]
-        for holder, name_there in places:
-            if isinstance(holder, (dict, type, FunctionType)):
-                return str(name_there)
-        return f"a {type(x).__name__}"
 
     def put_back(self) -> None:
         for key in {key for key, _ in self.changed()}:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tokenmixup.attention import AttentionMap
 from tokenmixup.block import (
@@ -31,7 +31,6 @@ from tokenmixup.block import (
     attended_of,
     attended_of_memory,
     checked_tokens,
-    run_to_attention,
     run_watched,
 )
 from tokenmixup.contexts import evaluating
@@ -105,15 +104,9 @@ def _around(parameter: Tensor, generator: torch.Generator) -> Tensor:
     return around.to(parameter.dtype)
 
 
-def _leaves(given: Any) -> Any:
-    """Returns copies of arguments, without the graph that they come from."""
-    if isinstance(given, Tensor):
-        return given.detach().clone().requires_grad_(given.requires_grad)
-    if type(given) in (tuple, list):
-        return type(given)(_leaves(x) for x in given)
-    if type(given) is dict:
-        return {name: _leaves(x) for name, x in given.items()}
-    return given
+def _leaf(x: Tensor) -> Tensor:
+    """Returns a copy without the graph that a tensor comes from."""
+    return x.detach().clone().requires_grad_(x.requires_grad)
 
 
 def _is_of_tokens(before: Tensor, after: Tensor, is_new: Tensor) -> bool:
@@ -177,8 +170,8 @@ class Trial(nn.Module):
         self.tolerance = max(TOLERANCE, ROUNDINGS * torch.finfo(dtype_of(entry.tokens)).eps)
         self.entry = replace(
             entry,
-            args=(self.x, *_leaves(entry.args[1:])),
-            kwargs=_leaves(dict(entry.kwargs)),
+            args=(self.x, *tree_map_only(Tensor, _leaf, entry.args[1:])),
+            kwargs=tree_map_only(Tensor, _leaf, dict(entry.kwargs)),
             sight=Sight(),
         )
 
@@ -195,8 +188,8 @@ class Trial(nn.Module):
 
         In evaluation, if a block draws from somewhere unknown: each run would draw other numbers.
         """
-        given = {"its arguments": self.entry.args, **self.entry.kwargs}
         cached = torch.nn.utils.parametrize._cache
+        given = [self.entry.args, self.entry.kwargs]
         self.kept = Kept(self.block, given, cached, *generators_of(self.like.device))
         try:
             return self.proved()
@@ -219,11 +212,9 @@ class Trial(nn.Module):
             self.streams_are_mixed()
         if self.plan.adapter.attends_to_all and self.entry.num_tokens >= LEAST_TOKENS:
             self.attention_is_of_tokens()
-        if self.plan.adapter.saliency is None:
-            self.looks_at_what_runs_leave()
+        self.state_is_of_one_run()
         if self.plan.vtm is not None:
             self.keys_are_of_tokens()
-        self.state_is_of_one_run()
         self.samples_are_apart()
         return self.entry.sight
 
@@ -248,7 +239,8 @@ class Trial(nn.Module):
         for x in tree_leaves([self.entry.args[1:], self.entry.kwargs]):
             if not isinstance(x, Tensor) or x.ndim < 3 or x.shape[:2] != shape:
                 continue
-            if not torch.equal(x, x[:1].expand_as(x)):
+            is_mask = x.shape[-1] == shape[1]  # b n n
+            if not is_mask and not torch.equal(x, x[:1].expand_as(x)):
                 self.refuse(f"gets {list(x.shape)} beside its tokens: {STREAM}")
 
     def attention_is_of_tokens(self) -> None:
@@ -295,41 +287,34 @@ class Trial(nn.Module):
             return calls
         return [call for call in calls if call in maps]
 
-    def looks_at_what_runs_leave(self) -> None:
-        """Compares a run that ends at the attention with a whole one.
-
-        What the former alone changes is put back behind the attention, such as by a hook that is
-        one of a pair.
-        """
-        ended, whole = self.run("as it is", self.left_by_each)
-        to_end = not ended.keys() <= whole.keys()
-        changed = whole if to_end else ended
-        drawn = {id(x): x for x, _ in changed.values() if type(x) in GENERATORS}
-        self.entry.sight = self.entry.sight._replace(
-            to_end=to_end, generators=tuple(drawn.values())
-        )
-
     def state_is_of_one_run(self) -> None:
-        """Refuses a block that the first runs of HTM and VTM leave as another one."""
+        """Finds a way of the first runs of HTM and VTM after which a block is as without them.
+
+        They end at the attention; or, if what they change is put back behind it, such as by a hook
+        that is one of a pair, they run to their end.
+        """
+        try:
+            self.leaves_the_same(to_end=False)
+        except Refused as error:
+            try:
+                self.leaves_the_same(to_end=True)
+            except Refused:
+                raise error from None
+
+    def leaves_the_same(self, to_end: bool) -> None:
+        self.entry.sight = self.entry.sight._replace(to_end=to_end, generators=())
+        first = self.run("on a memory", lambda: self.left_by(self.first_runs))
+        drawn = {key: x for (key, _), (x, _) in first.items() if type(x) in GENERATORS}
+        self.entry.sight = self.entry.sight._replace(generators=tuple(drawn.values()))
         once = self.run("as it is", lambda: self.left_by(self.output))
         again = self.run("again", lambda: self.left_by(self.first_runs, self.output))
-        for key in once.keys() | again.keys():
-            holder, value = again.get(key, (None, None))
-            expected = once.get(key, (None, None))[1]
-            if type(holder) not in GENERATORS and not ends_alike(value, expected):
-                name = self.kept.name_of(*key)
-                self.refuse(f"changes {name} in front of its attention, {RUNS_TWICE}")
-
-    def left_by_each(self) -> tuple[Left, Left]:
-        """Returns what the runs in front change, and what a whole one does."""
-        self.output()  # makes the attributes that any run makes
-        kept = Kept(self.block, *generators_of(self.like.device))
-        entry = self.entry_of(self.x)
-        run_to_attention(self.block.forward, entry)
-        ended = kept.changed()
-        kept.put_back()
-        self.output()
-        return ended, kept.changed()
+        nothing = (None, None)
+        for key, name in once.keys() | again.keys():
+            x, value = again.get((key, name), nothing)
+            _, expected = once.get((key, name), nothing)
+            if type(x) not in GENERATORS and not ends_alike(value, expected):
+                changed = f"{self.kept.names[key]}.{name}"
+                self.refuse(f"changes {changed} in front of its attention, {RUNS_TWICE}")
 
     def left_by(self, *runs: Callable[[], Any]) -> Left:
         for run in runs:
@@ -337,7 +322,7 @@ class Trial(nn.Module):
         return self.kept.changed()
 
     def first_runs(self) -> None:
-        """Runs a block as HTM and VTM do in front of its own run, which draws the same numbers."""
+        """Runs a block as HTM and VTM do in front of its own run, which then draws as alone."""
         with unchanged(*self.entry.sight.generators):
             if self.plan.htm is not None:
                 cast(Detector, self.plan.tried)(self.entry_of(self.x))
