@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 Held = dict[Any, Any]  # what something holds, by name
-Left = dict[tuple[int, Any], tuple[Any, Any]]  # by holder's id and name: the holder, what it holds
+Left = dict[tuple[int, Any], Any]  # what something holds, by the id of that and by name
 BY_PLACE = (list, deque, tuple)
 BY_NAME = (dict, OrderedDict, defaultdict, Counter)
 TENSORS = (Tensor, nn.Parameter)
@@ -135,7 +135,7 @@ class Kept:
             is_same = _is_equal if type(x) in CLOSED else _is_same
             for name in held.keys() | now.keys():
                 if not is_same(held.get(name), now.get(name)):
-                    changed[key, name] = (x, now.get(name))
+                    changed[key, name] = now.get(name)
         return changed
 
     def put_back(self) -> None:

@@ -304,17 +304,18 @@ class Trial(nn.Module):
     def leaves_the_same(self, to_end: bool) -> None:
         self.entry.sight = self.entry.sight._replace(to_end=to_end, generators=())
         first = self.run("on a memory", lambda: self.left_by(self.first_runs))
-        drawn = {key: x for (key, _), (x, _) in first.items() if type(x) in GENERATORS}
-        self.entry.sight = self.entry.sight._replace(generators=tuple(drawn.values()))
+        changed = [self.kept.held[key][0] for key, _ in first]
+        drawn = tuple(x for x in changed if type(x) in GENERATORS)
+        self.entry.sight = self.entry.sight._replace(generators=drawn)
         once = self.run("as it is", lambda: self.left_by(self.output))
         again = self.run("again", lambda: self.left_by(self.first_runs, self.output))
-        nothing = (None, None)
-        for key, name in once.keys() | again.keys():
-            x, value = again.get((key, name), nothing)
-            _, expected = once.get((key, name), nothing)
-            if type(x) not in GENERATORS and not ends_alike(value, expected):
-                changed = f"{self.kept.names[key]}.{name}"
-                self.refuse(f"changes {changed} in front of its attention, {RUNS_TWICE}")
+        for place in again | once:
+            key, name = place
+            x, held = self.kept.held[key]
+            ends = [left.get(place, held.get(name)) for left in (once, again)]
+            if type(x) not in GENERATORS and not ends_alike(*ends):
+                where = f"{self.kept.names[key]}.{name}"
+                self.refuse(f"changes {where} in front of its attention, {RUNS_TWICE}")
 
     def left_by(self, *runs: Callable[[], Any]) -> Left:
         for run in runs:
