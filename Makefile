@@ -4,16 +4,31 @@ BIN := .venv/bin
 # glibc asks for huge pages: faster steps on some CPUs (docs/performance.md, "Memory on a CPU"). Others ignore it.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-# A mistyped name, such as SEED=3, is an error. $(origin NAME) is `command line` for what was typed.
-# A make that this one calls sees these names as typed, and does not ask.
-KNOWN := PYTHON SCALE SEEDS SET DATA DEVICES OUTPUTS DRY_RUN JOBS LAUNCHER FILE STUDIES RUNS AGAINST ROUNDS KILLS RUN WEIGHTS
-TYPED = $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name)))
-ifeq ($(MAKELEVEL),0)
-  $(foreach name,$(filter-out $(KNOWN),$(TYPED)),$(error $(name)=$($(name)): unknown, allowed are $(KNOWN)))
-endif
-
 REPRODUCED := $(patsubst %,reproduce-%,table1 table2 table3 table4 table5 figure3 figure4 openmixup all)
 SWEEPS := sweep-tau sweep-rho sweep-kappa
+
+# The variables that each target uses. Any other that was typed, such as SEED=3, is an error: $(origin NAME) is
+# `command line` for it. A make that this one calls sees these names as typed, and does not ask.
+OF_RUNS := SCALE SEEDS SET DATA DEVICES OUTPUTS
+$(foreach target,study $(REPRODUCED) $(SWEEPS),$(eval USES_$(target) := $(OF_RUNS) DRY_RUN JOBS LAUNCHER))
+USES_study += FILE
+USES_status := $(OF_RUNS) FILE
+USES_latency := SCALE OUTPUTS
+USES_cost := STUDIES SEEDS
+USES_runs := RUNS OUTPUTS AGAINST
+USES_report := SCALE SEEDS SET DEVICES OUTPUTS
+USES_publish := RUN FILE
+USES_check-published := WEIGHTS DATA OUTPUTS
+USES_bench := ROUNDS OUTPUTS
+USES_check-gpu := OUTPUTS
+USES_chaos := KILLS
+GOALS := $(or $(MAKECMDGOALS),help)
+USED := PYTHON $(foreach goal,$(GOALS),$(USES_$(goal)))
+TYPED = $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name)))
+ifeq ($(MAKELEVEL),0)
+  $(foreach name,$(filter-out $(USED),$(TYPED)),$(error $(name)=$($(name)): not for $(GOALS), allowed are $(USED)))
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev quickstart test test-all test-lowest test-plugins lint format lock audit report clean status runs \
   $(REPRODUCED) $(SWEEPS) latency study publish check-published cost bench check-gpu chaos
@@ -124,7 +139,7 @@ status: .venv/installed  ## show the progress of the paper's runs; FILE=results/
 	$(REPRODUCE) $(or $(FILE),all) $(WORDS) dry_run=1
 
 runs: .venv/installed  ## show all runs in OUTPUTS: what differs, accuracy, mixing, status; RUNS="folder ..." AGAINST=key=value
-	$(BIN)/python -m scripts.runs $(or $(RUNS),$(OUTPUTS)) $(if $(AGAINST),--against "$(AGAINST)")
+	$(BIN)/python -m scripts.runs $(or $(RUNS),$(if $(OUTPUTS),"$(OUTPUTS)")) $(if $(AGAINST),--against "$(AGAINST)")
 
 lint: .venv/installed-dev  ## check formatting, style and types
 	$(BIN)/ruff format --check .

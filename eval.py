@@ -25,12 +25,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from reproduction.compose import check_named, compose, expand, readable, text_of, with_words
 from reproduction.config import Config, validated
+from reproduction.errors import UserError, one_line_errors, say
 from reproduction.folder import RunFolder
+from reproduction.help import hydra_errors
 from reproduction.identity import digest, settings_of_evaluation
-from reproduction.points import check_named, compose, expand
-from reproduction.system import UserError, is_first_rank, one_line_errors, say
-from reproduction.words import hydra_errors, readable, text_of, with_words
+from reproduction.machine import is_first_rank
 
 OWN = ("run", "weights", "checkpoint", "predictions", "images", "export")
 OF_A_RUN = ("device", "devices", "dataset", "recipe.precision")

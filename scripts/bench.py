@@ -21,18 +21,11 @@ import numpy as np
 import pandas as pd
 import torch
 
+from reproduction.compose import compose
+from reproduction.errors import Parser, UserError, first_line, one_line_errors, say
+from reproduction.files import write_text
+from reproduction.machine import git_revision, hardware_name
 from reproduction.models.build import build_module, without_weights
-from reproduction.points import compose
-from reproduction.system import (
-    Parser,
-    UserError,
-    first_line,
-    git_revision,
-    hardware_name,
-    one_line_errors,
-    say,
-    write_text,
-)
 from reproduction.training.ranks import World, resolve_device
 from reproduction.training.step import Trainer
 from scripts import positive

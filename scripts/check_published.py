@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from reproduction.points import compose
-from reproduction.system import PlainError, UserError, one_line_errors, say
+from reproduction.compose import compose
+from reproduction.errors import PlainError, UserError, one_line_errors, say
 from reproduction.training.predictions import evaluate_checkpoint
 
 PRINTED = {  # name of the file, without its suffix -> experiment, printed top-1

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 
+from reproduction.compose import Point
 from reproduction.config import Config, Dataset
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import opened
-from reproduction.points import Point
-from reproduction.studies.study import FULL, plan, studies
-from reproduction.system import Parser, PlainError, one_line_errors, say
+from reproduction.errors import Parser, PlainError, one_line_errors, say
+from reproduction.studies.study import FULL, planned
 from reproduction.training.ranks import resolve_device
 from scripts import positive
 from scripts.bench import in_turns, machine, training_step
@@ -70,14 +70,14 @@ def speed(words: Sequence[str], config: Config, classes: int, device: str) -> di
             images //= 2
 
 
-def cost(planned: Point, device: str) -> dict[str, Any]:
+def cost(point: Point, device: str) -> dict[str, Any]:
     """Returns the row of a run, but for how many there are of it."""
-    config = planned.config
+    config = point.config
     images = images_of(config.dataset)
     trained = TrainingBatches(config, images.train, rank=0, ranks=1).epoch_images
     in_all = config.recipe.epochs * (trained + images.held_out / 3)
     row = {"batch": config.recipe.batch_size}
-    row |= speed(planned.words, config, images.classes, device)
+    row |= speed(point.words, config, images.classes, device)
     return row | {"hours": in_all / row["images/s"] / 3600}
 
 
@@ -90,14 +90,14 @@ def main() -> None:
     device = resolve_device("auto", 1)
     points = []
     for name in args.studies:
-        points += plan(studies(name), args.seeds, FULL, [])
-    counts = Counter(planned.label for planned in points)
+        points += planned(name, args.seeds, FULL, [])[0]
+    counts = Counter(each.label for each in points)
     rows = dict[str, Any]()
-    for planned in points:
-        label = planned.label
+    for each in points:
+        label = each.label
         if label not in rows:
             say(f"measuring {label}")
-            rows[label] = {"runs": counts[label], **cost(planned, device)}
+            rows[label] = {"runs": counts[label], **cost(each, device)}
     table = pd.DataFrame.from_dict(rows, orient="index")
     hours = table[["hours"]].mul(table.runs, axis=0)
     sums = hours.groupby(lambda label: label.partition("/")[0], sort=False).sum()

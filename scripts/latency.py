@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 
+from reproduction.errors import Parser, one_line_errors, say
+from reproduction.files import write_text
+from reproduction.studies.rows import LATENCY, latencies
 from reproduction.studies.study import PAPER_FOLDER, read
-from reproduction.studies.study_table import LATENCY, latencies
 from reproduction.studies.table import REPORT, as_markdown
-from reproduction.system import Parser, one_line_errors, say, write_text
 from reproduction.training.ranks import resolve_device
 from scripts import positive
 from scripts.bench import CASES, Work, in_turns, machine, training_step, words_of

@@ -1,8 +1,8 @@
 """Looks into a trained run with HTM: what each tau and rho would mix, on batches of its images."""
 
+from reproduction.compose import check_named
+from reproduction.errors import Parser, one_line_errors, say
 from reproduction.folder import RunFolder
-from reproduction.points import check_named
-from reproduction.system import Parser, one_line_errors, say
 from scripts import positive
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from reproduction.system import Parser, one_line_errors
+from reproduction.errors import Parser, one_line_errors, say
 
 
 @one_line_errors()
@@ -13,7 +13,7 @@ def main() -> None:
     args = parser.parse_args()
     from reproduction.studies.published import publish
 
-    publish(args.run, args.study)
+    say(f"written to {publish(args.run, args.study)}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
-from reproduction.studies.study import FULL, SCALES, plan, studies
-from reproduction.system import Parser, one_line_errors, say, write_text
+from reproduction.errors import Parser, one_line_errors, say
+from reproduction.files import write_text
+from reproduction.studies.study import FULL, SCALES, planned
+from reproduction.sweep import Sweep
 from scripts import positive
 
 
@@ -26,13 +28,12 @@ def main() -> None:
         write_text(path, results_page(args.results))
         say(f"written to {path}")
         return
-    from reproduction.studies.conclude import conclude
-
     if args.outputs:
         if not args.outputs.is_dir():
             parser.error(f"--outputs {args.outputs}: must be a folder of runs")
         args.words.append(f"output_root={args.outputs}")
-    conclude(plan(studies(args.study), args.seeds, args.scale, args.words))
+    sweep = Sweep(*planned(args.study, args.seeds, args.scale, args.words))
+    sweep.write_tables()
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ words are train.py's, whose sweeper `study` does it:
 import sys
 
 from reproduction.application import application
-from reproduction.system import say
-from reproduction.words import in_quotes
+from reproduction.compose import in_quotes
+from reproduction.errors import say
 from train import main as train
 
 OF_SWEEPER = ("seeds=", "scale=")

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from reproduction.system import Parser, UserError, one_line_errors, say, write_text
+from reproduction.errors import Parser, UserError, one_line_errors, say
+from reproduction.files import write_text
 
 
 @one_line_errors()
@@ -24,8 +25,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     from reproduction.studies.plots import draw_runs
-    from reproduction.studies.results import read_runs
-    from reproduction.studies.runs_table import runs_table
+    from reproduction.studies.rows import runs_table
+    from reproduction.studies.runs import read_runs
 
     table = runs_table(read_runs(*args.folders), args.against)
     say(table.markdown())

@@ -3,7 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
-from reproduction.system import Parser, one_line_errors
+from reproduction.errors import Parser, one_line_errors
 
 FIRST = 10  # images of each digit
 

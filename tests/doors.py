@@ -33,6 +33,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from reproduction import load_run  # noqa: F401
+from reproduction.compose import compose, with_words
 from reproduction.config import ROOT, Config
 from reproduction.identity import flat, nested, run_hash, saved  # noqa: F401
 from reproduction.models.build import (
@@ -42,10 +43,9 @@ from reproduction.models.build import (
     without_weights,
 )
 from reproduction.models.cct import CCT  # noqa: F401
-from reproduction.points import compose
+from reproduction.studies.study import planned
 from reproduction.training.ranks import World
 from reproduction.training.step import Trainer
-from reproduction.words import with_words
 from scripts import bench
 from tokenmixup import TokenMixup
 
@@ -393,6 +393,12 @@ def value_of(word: str) -> Any:
     """The value that a word of a command line gives to its key."""
     (value,) = with_words({}, [word]).values()
     return value
+
+
+def report_name(study: str, seeds: int | None, scale: str, *words: Words) -> str:
+    """The name of the files to which a command writes the table of its study."""
+    _, (part,) = planned(study, seeds, scale, line_of(words))
+    return part.file
 
 
 def dry(*words: Words) -> tuple[dict[str, Any], str]:

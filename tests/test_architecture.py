@@ -1,4 +1,4 @@
-"""Imports point one way: tests, scripts -> studies -> ... -> reproduction.system, tokenmixup."""
+"""Imports point one way: tests, scripts -> studies -> ... -> reproduction.machine, tokenmixup."""
 
 import ast
 from collections.abc import Iterator
@@ -9,17 +9,16 @@ SOURCE = ROOT / "src"
 
 # Packages and modules of `reproduction`; each may import those of the lines above its own.
 LAYERS = (
-    ("system",),
+    ("files", "machine"),
+    ("errors",),
     ("config",),
     ("identity",),
     ("data", "models"),
     ("folder", "help"),
-    ("words",),
     ("training",),
-    ("points", "reporting"),
-    ("check",),
-    ("launch",),
-    ("studies",),
+    ("compose", "reporting"),
+    ("jobs", "studies"),
+    ("sweep",),
     ("application",),
     ("__init__",),
 )

@@ -1,5 +1,6 @@
 """The wheel holds only the typed library, and the files beside the code agree with each other."""
 
+import os
 import re
 import subprocess
 import sys
@@ -54,6 +55,36 @@ def test_workflows_run_targets_of_make():
     for path in [*workflows, ROOT / ".ci/run"]:
         found = re.findall(r"\bmake ([a-z-]+)", path.read_text())
         assert set(found) <= set(targets), path
+
+
+def made(*words: str) -> subprocess.CompletedProcess[str]:
+    """What make would do."""
+    command = ["make", "-n", "-C", str(ROOT), *words]
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("MAKE")}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("target", "variable"),
+    [
+        ("report", "DRY_RUN=1"),
+        ("cost", "DEVICES=4"),
+        ("quickstart", "OUTPUTS=x"),
+        ("reproduce-table1", "SEED=3"),
+        ("status", "JOBS=2"),
+    ],
+)
+def test_a_target_refuses_a_variable_that_it_does_not_use(target: str, variable: str):
+    result = made(target, variable)
+    assert result.returncode != 0
+    assert f"{variable}: not for {target}" in result.stderr
+
+
+def test_a_folder_with_a_space_is_one_word_of_every_target():
+    for target in ("runs", "report", "reproduce-table2", "bench"):
+        result = made(target, "OUTPUTS=o p")
+        assert result.returncode == 0, result
+        assert re.search(r'[ =]"o p["/]', result.stdout), result
 
 
 def test_files_beside_the_code_agree():

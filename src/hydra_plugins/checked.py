@@ -3,59 +3,85 @@
 Hydra finds them here, and executes this file for it: nothing else imports it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn, JobStatus
-from hydra.plugins.launcher import Launcher
+from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job
 from omegaconf import DictConfig
 
-from reproduction.check import check
+from reproduction.application import Notes
+from reproduction.compose import Point, command_of, planned_point
 from reproduction.config import StudyWords, validated
-from reproduction.launch import Notes, check_choice, objective, run_all
-from reproduction.points import Point, command_of, expand, point
-from reproduction.system import Interrupted, UserError, say
-from reproduction.words import key_of
+from reproduction.errors import say
+from reproduction.jobs import in_processes, objective, train_here
+from reproduction.sweep import PointLauncher, Sweep, check_choice, error_of
 
 
-class CheckedLauncher(Launcher):
-    """Checks all points before the first one starts; trains them here, or `jobs` at a time."""
+class CheckedLauncher(PointLauncher):
+    """Trains points on this machine, in turn or `jobs` at a time, that were all checked before."""
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
-        # task_function, the main of train.py, is not called: run_all trains the points
+        self.hydra_context = hydra_context
         self.config = config
-        HydraConfig.instance().set_config(config)
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> list[JobReturn]:
+        """Trains the points that a sweeper chooses which is not ours; they are noted."""
         own = self.config.hydra
         command = command_of(self.config)
-        # sweepers of ours have listed their points instead of coming here
-        command.refuse("dry_run", reason=f"{own.sweeper._target_} lists no points beforehand")
-        first = initial_job_idx
-        points = [point(words) for words in job_overrides]
-        if command.task is not None:
-            if command.task >= len(points):
-                raise UserError(f"task={command.task}: must be 0 to {len(points) - 1}")
-            first += command.task
-            points = [points[command.task]]
-        check_choice(points, own.sweeper._target_)
-        errors = run_all(points, command.jobs)
+        command.refuse(
+            "dry_run", "task", reason=f"{own.sweeper._target_} lists no points beforehand"
+        )
+        sweep = Sweep([planned_point(words) for words in job_overrides])
+        check_choice(sweep.points, own.sweeper._target_)
+        sweep.check()
         notes = Notes(Path(own.sweep.dir))
-        returns = []
-        for number, (planned, error) in enumerate(zip(points, errors, strict=True), first):
+        for number, planned in enumerate(sweep.points, initial_job_idx):
             notes.add(number, planned)
-            end = JobReturn(planned.words, status=JobStatus.COMPLETED)
-            end.return_value = error or objective(planned, command.objective)
+        ends = [*self.train(sweep.points, initial_job_idx)]
+        for number, end in enumerate(ends, initial_job_idx):
+            error = error_of(end)
             if error is not None:
                 notes.add_error(number, error)
-                end.status = JobStatus.FAILED
-            returns.append(end)
-        return returns
+        return ends
+
+    def train(self, points: Sequence[Point], first: int = 0) -> Iterator[JobReturn]:
+        """Trains points, and yields how each one ended; one that fails ends no other."""
+        command = command_of(self.config)
+        if command.jobs is None:
+            for number, planned in enumerate(points, first):
+                yield self.job(number, planned)
+            return
+        for planned, error in zip(points, in_processes(points, command.jobs), strict=True):
+            if error is None:
+                end = JobReturn(planned.words, status=JobStatus.COMPLETED)
+                end.return_value = objective(planned, command.objective)
+            else:
+                end = JobReturn(planned.words, status=JobStatus.FAILED)
+                end.return_value = error
+            yield end
+
+    def job(self, number: int, planned: Point) -> JobReturn:
+        """Trains a point in this process, as Hydra's own launcher runs a job."""
+
+        def train(tree: DictConfig) -> float | None:
+            train_here(planned)
+            return objective(planned, self.config.objective)
+
+        own = self.config.hydra
+        configure_log(own.hydra_logging, own.verbose)
+        assert own.sweep.dir  # which has the time: its first reader decides it for all jobs
+        return run_job(
+            hydra_context=self.hydra_context,
+            task_function=train,
+            config=planned.job(self.config, number),
+            job_dir_key="hydra.sweep.dir",
+            job_subdir_key="hydra.sweep.subdir",
+        )
 
 
 class PointSweeper(BasicSweeper):
@@ -64,51 +90,36 @@ class PointSweeper(BasicSweeper):
     All points are checked before the first one starts, or listed.
     """
 
+    def __init__(self, params: dict[str, str] | None = None):
+        super().__init__(max_batch_size=None, params=params)
+
     def sweep(self, arguments: list[str]) -> Any:
         assert self.config is not None and self.launcher is not None
         HydraConfig.instance().set_config(self.config)
-        own = self.config.hydra
         command = command_of(self.config)
-        points = self.points(arguments)
-        if command.dry_run:
-            from reproduction.studies.conclude import listing  # imports pandas
-
-            say(listing(points))
-            return []
-        target = own.launcher._target_
-        if not target.startswith(__name__):
+        if not isinstance(self.launcher, CheckedLauncher):
+            target = self.config.hydra.launcher._target_
             command.refuse("jobs", "task", reason=f"is for hydra/launcher=checked, not {target}")
-            check(points)
-        # EndOfSweep needs the rows of each point; the launcher gets its words alone, without rows
-        notes = Notes(Path(own.sweep.dir))
-        for number, planned in enumerate(points):
-            notes.add(number, planned)
-        try:
-            return [self.launcher.launch([list(planned.words) for planned in points], 0)]
-        except KeyboardInterrupt as interrupt:  # Hydra would end without EndOfSweep
-            line = f"interrupted; {points[0].config.how_to_continue}"
-            notes.add_error(len(points), Interrupted(str(interrupt) or line))
+        sweep = self.planned(arguments)
+        if command.dry_run:
+            say(sweep.listing())
             return []
-        except BaseException:
-            notes.take()
-            raise
+        sweep = sweep.only(command.task)
+        sweep.check()
+        errors = sweep.launch(self.launcher, command.task or 0)
+        sweep.conclude(errors)
+        return []
 
-    def points(self, arguments: list[str]) -> list[Point]:
-        return [point(words) for words in expand([*self._parse_config(), *arguments])]
+    def planned(self, arguments: list[str]) -> Sweep:
+        return Sweep.over_keys([*self._parse_config(), *arguments])
 
 
 class StudySweeper(PointSweeper):
     """The runs of a study, seed by seed, with `arguments` as overrides of all of them."""
 
     def __init__(self, **words: Any):
-        super().__init__(max_batch_size=None)
+        super().__init__()
         self.words = words
 
-    def points(self, arguments: list[str]) -> list[Point]:
-        from reproduction.studies.study import plan, studies
-
-        for word in arguments:
-            if key_of(word) == "seed":
-                raise UserError(f"{word}: must be seeds=N, from the study's first_seed on")
-        own = validated(StudyWords, self.words)
-        return plan(studies(own.study), own.seeds, own.scale, arguments)
+    def planned(self, arguments: list[str]) -> Sweep:
+        return Sweep.of_study(validated(StudyWords, self.words), arguments)

@@ -1,11 +1,12 @@
-"""train.py as an application of Hydra: its words, its task, its errors, the table of a sweep."""
+"""train.py as an application of Hydra: its words, its task, and the end of sweeps of others."""
 
+import json
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,25 +16,26 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from reproduction.config import Command
-from reproduction.help import help_text
-from reproduction.launch import Notes, check_choice, objective, run_all
-from reproduction.points import Point, command_of, config_of, point_of, typed_words
-from reproduction.system import (
+from reproduction.compose import Point, command_of, config_of, point_of, readable, typed_words
+from reproduction.config import validated
+from reproduction.errors import (
     OneLineError,
     PlainError,
     Stopped,
     UserError,
-    launched_ranks,
     one_line_errors,
-    program,
     say,
-    warn,
 )
-from reproduction.words import hydra_errors, key_of, readable
+from reproduction.files import write_text
+from reproduction.help import help_text, hydra_errors, key_of
+from reproduction.identity import run_hash
+from reproduction.jobs import objective, train_here
+from reproduction.machine import launched_ranks
+from reproduction.sweep import Sweep, check_choice
 
 REFUSED = {  # keys of Hydra that would move what a run writes, with the reasons against it
     "hydra.run.dir": "output_root and name choose the folder of a run",
+    "hydra.output_subdir": "the folder of a run has its config.yaml",
     "hydra.job.chdir": "paths are relative to the folder in which train.py is started",
 }
 
@@ -46,7 +48,7 @@ def application() -> Iterator[None]:
         sys.argv[1:] = [*flags, *words]
         os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors
         OmegaConf.register_new_resolver("allowed", help_of, replace=True)
-        with hydra_errors(*words):
+        with concluding(), hydra_errors(*words):
             yield
 
 
@@ -66,6 +68,8 @@ def arguments(typed: Sequence[str]) -> tuple[list[str], list[str]]:
         key = key_of(word)
         if key in REFUSED:
             raise UserError(f"{word}: {REFUSED[key]}")
+    if options.hydra_help:  # which is composed without our keys
+        words = []
     return [x for x in typed if x not in options.overrides], words  # flags, with their values
 
 
@@ -79,7 +83,7 @@ def help_of(*, _root_: DictConfig) -> str:
 
 
 def train(tree: DictConfig) -> float | None:
-    """Trains the run of a tree.
+    """Trains the run of a tree, and returns what a sweeper chooses by.
 
     In a sweep only launchers like joblib call this: CheckedLauncher trains its points without it.
     """
@@ -90,69 +94,148 @@ def train(tree: DictConfig) -> float | None:
         command = command_of(tree)
         point = point_of(tree, typed_words(own))
         command.refuse("jobs", "task", reason="needs -m")
+        sweep = Sweep([point])
         if command.dry_run:
-            from reproduction.studies.conclude import listing  # imports pandas
-
-            say(listing([point]))
+            say(sweep.listing())
             return None
-        return train_point(point, command)
+        check_planned(point, command.planned)
+        sweep.check()
+        train_here(point)
+        return objective(point, command.objective)
+
+
+def check_planned(point: Point, planned: str | None) -> None:
+    """Raises UserError in a job whose words have become another run than the sweep has planned."""
+    found = run_hash(point.config)
+    if planned not in (None, found):
+        reason = f"the words of this job train another run, {found}"
+        raise UserError(f"planned={planned}: {reason}: {' '.join(point.words)}")
 
 
 def train_job(tree: DictConfig, own: Any) -> float | None:
-    """Trains a point for any launcher but ours; notes it before, and its error for the end."""
+    """Trains a point for any launcher but ours; what no sweeper of ours planned is noted."""
     command = command_of(tree)
     reason = f"is for hydra/launcher=checked, not {own.launcher._target_}"
     command.refuse("jobs", "task", "dry_run", reason=reason)
     point = point_of(tree, typed_words(own))
     notes = Notes(Path(own.sweep.dir))
-    notes.add(own.job.num, point)
+    if command.planned is None:
+        notes.add(own.job.num, point)
     try:
+        check_planned(point, command.planned)
         check_choice([point], own.sweeper._target_)
-        return train_point(point, command)
-    except OneLineError as error:
-        notes.add_error(own.job.num, error)
-        raise
+        Sweep([point]).check()
+        train_here(point)
     except KeyboardInterrupt as interrupt:
         if isinstance(interrupt.__cause__, Stopped):  # submitit's handler may requeue, and exit
             signal.raise_signal(interrupt.__cause__.signum)
         ended = PlainError(interrupt)
         notes.add_error(own.job.num, ended)
         raise ended from interrupt
-
-
-def train_point(point: Point, command: Command) -> float | None:
-    """Trains a run, and returns what a sweeper chooses by; raises the error of the run."""
-    (error,) = run_all([point])
-    if error is not None:
-        raise error
+    except OneLineError as error:
+        notes.add_error(own.job.num, error)
+        raise
     return objective(point, command.objective)
 
 
 # --- the end of a sweep -------------------------------------------------------------------------
 
 
-class EndOfSweep(Callback):
-    """Tells the errors of a sweep and prints its table, after its last run by any launcher.
+class NotedError(OneLineError):
+    """The error of a job, as it was noted."""
 
-    With task=N there is no table, as the other runs are trained elsewhere. conf/train.yaml names
-    this to Hydra.
+    def __init__(self, line: str, status: int):
+        super().__init__(line)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What has become of the points of a sweep whose sweeper is not ours, in its folder.
+
+    Nobody has planned them, and their jobs may run on other machines.
     """
 
-    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        try:
-            with one_line_errors():
-                notes = Notes(Path(config.hydra.sweep.dir))
-                points, errors = notes.take()
-                for line, _ in errors:
-                    warn(f"{program()}: {line}")
-                if points and config.task is None:
-                    from reproduction.studies.conclude import conclude  # imports pandas
+    path: Path
 
-                    conclude(points)
-                if notes.path.exists():
-                    say(f"logs and results of Hydra's plugins: {notes.path}")
-        except Exception:  # Hydra would only warn of it
-            traceback.print_exc()
-            sys.exit(1)
-        if errors:
-            sys.exit(max(status for _, status in errors))
+    def add(self, number: int, point: Point) -> None:
+        self._write(f"point-{number:06}", asdict(point))
+
+    def add_error(self, number: int, error: OneLineError) -> None:
+        """Notes the error of a point that was added."""
+        if (self.path / f"point-{number:06}.json").exists():
+            self._write(f"error-{number:06}", (str(error), error.status))
+
+    def _write(self, name: str, content: Any) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text(self.path / f"{name}.json", json.dumps(content))
+
+    def take(self) -> tuple[list[Point], list[OneLineError]]:
+        """Returns the points and the errors, and removes the notes."""
+        points = [validated(Point, content) for content in self._taken("point")]
+        errors = [NotedError(*content) for content in self._taken("error")]
+        return points, [*errors]
+
+    def _taken(self, kind: str) -> Iterator[Any]:
+        for path in sorted(self.path.glob(f"{kind}-*.json")):
+            yield json.loads(path.read_text())
+            path.unlink()
+
+
+class Begun(Callback):
+    """Lets `concluding` know the folder of any sweep; conf/train.yaml names it to Hydra."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        HydraConfig.instance().set_config(config)
+
+
+@contextmanager
+def concluding() -> Iterator[None]:
+    """Ends a sweep whose sweeper is not ours in its table, also after a failed run and Ctrl-C.
+
+    Of any sweep it removes the folders in which nothing was written.
+    """
+    HydraConfig.instance().cfg = None
+    try:
+        yield
+        conclude_noted(None)
+    except (OneLineError, KeyboardInterrupt) as failure:
+        conclude_noted(failure)
+        raise
+    finally:
+        remove_empty(sweep_folder())
+
+
+def sweep_folder() -> Path | None:
+    """Returns the folder of the sweep that runs or has run in this process; None of a run."""
+    tree: Any = HydraConfig.instance().cfg
+    if tree is None or tree.hydra.mode != RunMode.MULTIRUN:
+        return None
+    return Path(tree.hydra.sweep.dir)
+
+
+def conclude_noted(failure: OneLineError | KeyboardInterrupt | None) -> None:
+    """Concludes the sweep of the jobs that have noted themselves, if there are any."""
+    folder = sweep_folder()
+    if folder is None:
+        return
+    points, errors = Notes(folder).take()
+    if not points:
+        return
+    sweep = Sweep(points)
+    if isinstance(failure, KeyboardInterrupt):
+        errors.append(sweep.interrupted_by(failure))
+    elif failure is not None and str(failure) not in map(str, errors):
+        errors.append(failure)
+    sweep.conclude(errors)
+
+
+def remove_empty(folder: Path | None) -> None:
+    """Removes the folder of a sweep, and those around it, as far as they are empty."""
+    if folder is None:
+        return
+    with suppress(OSError):  # a launcher's logs are kept, and folders that hold runs
+        for path in (folder, *folder.parents[:2]):  # a sweep, .sweeps, OUTPUTS
+            path.rmdir()
+    if folder.exists():
+        say(f"logs and results of Hydra's plugins: {folder}")

@@ -22,7 +22,8 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from reproduction.system import UserError, in_one_line, local_ranks, usable_cores
+from reproduction.errors import UserError, in_one_line
+from reproduction.machine import local_ranks, usable_cores
 from tokenmixup import HTM, VTM, ManifoldMixup
 from tokenmixup.settings import LARGEST, built
 
@@ -52,6 +53,7 @@ def folder_name(value: str) -> str:
 
 
 Whole = Annotated[StrictInt, Field(ge=0)]
+Seed = Annotated[StrictInt, Field(ge=0, lt=2**32)]
 Count = Annotated[StrictInt, Field(ge=1)]
 # Bounds: far above any sensible value, but low enough to fail before memory runs out.
 Size = Annotated[StrictInt, Field(ge=1, le=2**16)]
@@ -159,7 +161,7 @@ class Dataset:
     eval_limit: Count | None = None
     workers: Workers = "auto"
     validation: Rate = 0.0
-    validation_seed: Whole = 0
+    validation_seed: Seed = 0
     source: str  # package.module:function
     options: dict[str, Any] = Field(default_factory=dict)
 
@@ -245,7 +247,7 @@ class Checkpoint:
 class Config:
     """The complete configuration of a run."""
 
-    seed: Annotated[StrictInt, Field(ge=0, lt=2**32)]
+    seed: Seed
     device: Literal["auto", "cpu", "cuda"] = "auto"
     devices: Size
     compile: Compile = False
@@ -306,6 +308,7 @@ class Command:
     task: Whole | None
     dry_run: bool
     row: str | None
+    planned: str | None
     objective: Literal["val_top1", "val_top5", "val_loss"]
 
     def refuse(self, *names: str, reason: str) -> None:

@@ -29,17 +29,10 @@ import yaml
 from filelock import FileLock, Timeout
 
 from reproduction.config import Config
+from reproduction.errors import UserError, reason_of, warn
+from reproduction.files import flush, is_left_over, write_text
 from reproduction.identity import changes, run_hash, saved
-from reproduction.system import (
-    UserError,
-    flush,
-    is_first_rank,
-    is_left_over,
-    launched_ranks,
-    reason_of,
-    warn,
-    write_text,
-)
+from reproduction.machine import is_first_rank, launched_ranks
 
 
 class RunFolder:
@@ -182,7 +175,9 @@ class RunFolder:
                 raise
         with _named(self.config_path):  # saved() refuses a setting that is gone
             config = saved(raw)
-        trained = self.read_summary().get("run_hash")  # earlier revisions recorded none
+        trained = None  # what earlier revisions recorded
+        if self.summary_path.exists():
+            trained = self.read_summary().get("run_hash")
         if trained not in (None, run_hash(config)):
             reason = (
                 f"the run that it holds is {run_hash(config)}, and summary.json is of {trained}"

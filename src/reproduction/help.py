@@ -1,13 +1,21 @@
-"""What is allowed: the options of the groups in conf/, and the values of each key by the schema."""
+"""What is allowed, by the files of conf/ and the schema; and what is said of what is not."""
 
-from collections.abc import Iterator
+import re
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
+import yaml
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
 from reproduction.config import CONF_DIR, Command, Config
+from reproduction.errors import OneLineError, UserError
 from reproduction.identity import flat
 from tokenmixup import HTM, VTM, ManifoldMixup
 from tokenmixup.settings import allowed_of
@@ -23,6 +31,10 @@ BOUNDS = {
 }
 
 
+def key_of(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0]
+
+
 def options_of(group: str) -> list[str]:
     """Returns the names of the files of a group."""
     folder = CONF_DIR / group
@@ -30,13 +42,11 @@ def options_of(group: str) -> list[str]:
 
 
 def help_text(config: Config) -> str:
-    """Says which options the groups have, and what is allowed for each key, with its value."""
+    """Says what is allowed for each key, with its value."""
     values = dict(flat(asdict(config)))
     texts = allowed(config.model.family)
     width = max(map(len, texts))
-    lines = ["Options of groups (files of conf/, whose comments say what the keys mean)"]
-    lines += [f"  {group}: {', '.join(options_of(group))}" for group in GROUPS]
-    lines += ["", "Allowed values, in brackets what these words give"]
+    lines = []
     for name, text in texts.items():
         line = f"{name:{width}}  {text}"
         if name in values:
@@ -80,3 +90,72 @@ def _type(value: dict[str, Any]) -> str:
         return ", ".join(value["enum"])
     bounds = [f"{BOUNDS[name]} {x}" for name, x in value.items() if name in BOUNDS]
     return " ".join([value["type"], *bounds])
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def hydra_errors(*words: str) -> Iterator[None]:
+    """Turns what Hydra and OmegaConf say into one line that names a word, and what is allowed."""
+    try:
+        yield
+    except OneLineError:
+        raise
+    except Exception as error:
+        if not _is_hydras(error):
+            raise
+        raise UserError(_told(error, words)) from error
+
+
+def _is_hydras(error: Exception) -> bool:
+    """Whether an error is about the configuration: of its libraries' types, or of their code."""
+    if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
+        return True
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").partition(".")[0] in ("hydra", "omegaconf")
+
+
+def _told(error: Exception, words: Sequence[str]) -> str:
+    """Says what was typed wrong, by Hydra's or OmegaConf's message and the key that it names."""
+    cause = error.__cause__ or error
+    if isinstance(cause, yaml.YAMLError):
+        return str(cause)  # has the file and the line
+    message = re.split(r"\n(?=\s|See )", str(cause))[0]  # without advice that is not for us
+    plugin = re.search(r"'(hydra/(?:launcher|sweeper))/(\w+)'", message)
+    if plugin is not None:
+        return f"{plugin[1]}={plugin[2]}: is not installed; docs/studies.md names its package"
+    missing = re.search(r"'(\w+)/([^']*)'", message)  # 'GROUP/OPTION'
+    if missing is not None:
+        options = options_of(missing[1])
+        near = _nearest(missing[2], options)
+        message = f"{message.rstrip('.')}{near}; allowed: {', '.join(options)}"
+    typed = {key_of(word): word for word in words}
+    named = getattr(cause, "full_key", None)
+    if named:
+        key = next((key for key in typed if key.startswith(named)), named)
+        if isinstance(cause, AttributeError | KeyError):
+            message = _no_such(key)
+        return f"{typed.get(key, key)}: {message}"
+    if words and not any(key in message for key in typed):
+        return f"{' '.join(words)}: {message}"
+    return message
+
+
+def _no_such(key: str) -> str:
+    """Says of a key that the chosen options do not have which one may be meant."""
+    known = allowed()
+    line = "the chosen options have no such key"
+    without_group = [name for name in known if name.endswith(f".{key}")]
+    if without_group:
+        return f"{line}, perhaps {without_group[0]}"
+    if any(f"{name}.".startswith(f"{key}.") for name in known):
+        return f"{line}, which another option of {key.partition('.')[0]} has"
+    return f"{line}{_nearest(key, [*known, *GROUPS])}; --help lists them all"
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    near = get_close_matches(name, names, n=1)
+    if not near:
+        return ""
+    return f", perhaps {near[0]}"

@@ -4,11 +4,11 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from reproduction.config import SOURCES, Command, Config, validated
-from reproduction.system import UserError
+from reproduction.errors import UserError
 
 # Keys that do not change a result, and so not the identity of a run.
 NOT_RESULT = (
@@ -181,13 +181,3 @@ def changes(ours: Config, theirs: Config) -> list[str]:
         for key in sorted(one | other)
         if one.get(key) != other.get(key)
     ]
-
-
-@dataclass(frozen=True)
-class RowId:
-    """What identifies a row of a table, whatever its text."""
-
-    study: str = ""  # as typed: table1, or the path of a file
-    row: str = ""  # its name in the study
-    swept: tuple[tuple[str, str], ...] = ()  # keys and values, of a row that is a sweep
-    column: str = ""

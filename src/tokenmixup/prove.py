@@ -55,10 +55,11 @@ class Proofs:
         for plan in new:
             is_due = can_run and plan.tried is not None
             kept[plan.index] = Proof(states[plan.index], is_due)
-        for index, proof in kept.items():
+        due = {index: proof for index, proof in kept.items() if proof.is_due}
+        for index, proof in due.items():
             proof.found = proof.by_mode.setdefault(mode_of(parts[index], images), [])
         self.by_block = kept
-        return any(proof.is_due and not proof.found for proof in kept.values())
+        return not all(proof.found for proof in due.values())
 
     def proved(self, plan: Plan, entry: BlockInput) -> BlockInput:
         """Returns the input with what is known of the block, which is proved if that is due."""

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from reproduction.system import UserError, git_revision, hardware_name, write_text
+from reproduction.errors import UserError
+from reproduction.files import write_text
+from reproduction.machine import git_revision, hardware_name
 from reproduction.training.ranks import resolve_device
 
 WORDS = {"passed": "ok", "failed": "WRONG", "skipped": "not run"}

@@ -21,8 +21,8 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from reproduction.config import ROOT
+from reproduction.errors import PlainError
 from reproduction.models import build
-from reproduction.system import PlainError
 from reproduction.training.evaluate import evaluate
 from reproduction.training.graph import WARM_UP
 from reproduction.training.metrics import until_diverged

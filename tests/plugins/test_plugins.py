@@ -68,7 +68,9 @@ def test_optuna_chooses_on_a_validation_split_and_repeats_no_run():
         """),
         ONE,
     )
-    assert_refused(train(sweep, apart=True), "dataset.validation")
+    refused = train(sweep, apart=True)
+    assert refused.status == 2
+    assert "dataset.validation" in refused.lines[-1]  # Optuna has told of its study before
     assert runs() == []
     assert_succeeded(train(sweep, "dataset.validation=0.2", apart=True), "4 of 4 runs are finished")
     (path,) = Path("outputs/.sweeps").glob("*/optimization_results.yaml")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import inf, nan
 
-from reproduction.system import PlainError
+from reproduction.errors import PlainError
 from reproduction.training.ranks import World
 from tests.doors import (
     SMALL,

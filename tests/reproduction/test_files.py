@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from reproduction import system
+from reproduction import errors, machine
 from tests.doors import ROOT, SMALL, Run, assert_succeeded, ended, started, train
 
 ONE = (SMALL, "name=mine", "resume=auto")
@@ -108,7 +108,7 @@ def test_two_programs_write_the_same_file_beside_each_other(here: Path):
 
 def test_a_run_without_a_terminal_tells_how_far_it_is(here: Path, monkeypatch: pytest.MonkeyPatch):
     assert "step" not in train(ONE).out
-    monkeypatch.setattr(system, "PULSE", 0.0)
+    monkeypatch.setattr(errors, "PULSE", 0.0)
     out = train(ONE, "output_root=told").out
     run = Run("told/mine")
     assert len(run.steps) == 6
@@ -153,12 +153,12 @@ def test_an_import_has_no_effects_on_a_process(here: Path):
 
 def test_the_revision_is_that_of_the_code_and_of_no_project_around_it(here: Path):
     """Such as one whose virtual environment holds the installed package."""
-    code = Path(system.__file__).read_text()
+    code = Path(machine.__file__).read_text()
     package = here / "project" / ".venv" / "reproduction"
     package.mkdir(parents=True)
-    (package / "system.py").write_text(code)
+    (package / "machine.py").write_text(code)
     (package / "__init__.py").touch()
-    ask = "from reproduction.system import git_revision; print(git_revision())"
+    ask = "from reproduction.machine import git_revision; print(git_revision())"
     revisions = []
     for files in (".gitignore", ".venv"):
         Path("project/.gitignore").touch()

@@ -84,7 +84,7 @@ def test_errors_are_told_where_no_run_has_begun(here: Path, monkeypatch: pytest.
 
 DYING = """
 import os, sys
-if sys.orig_argv[-1].startswith("name="):
+if sys.orig_argv[-1].startswith("planned="):
     os._exit(3)
 """
 

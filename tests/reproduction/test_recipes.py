@@ -7,7 +7,7 @@ import yaml
 from reproduction.config import CONF_DIR, ROOT
 from reproduction.identity import changes_result, flat
 from reproduction.studies.published import results_page
-from reproduction.studies.text import value_text
+from reproduction.studies.table import value_text
 from tests.doors import Words, cells, dry, words_of
 from tests.pages import section
 

@@ -159,11 +159,15 @@ def test_the_papers_values_are_not_drawn_beside_a_validation_split(
     finished(model, "split", val_top1_last=70.0)
     finished(model, "htm")
     assert_succeeded(script("report", "dataset.validation=0.1"))
+    report = Path("outputs/report")
+    assert len([*report.glob("all-*.html")]) == 1
+    assert not (report / "index.html").exists()  # which is of the whole paper alone
     (name,) = [name for name in drawn_texts if name.startswith("table1")]
     assert any(text.startswith("validation top-1") for text in drawn_texts[name])
     assert "the paper's" not in drawn_texts[name]
     assert_succeeded(script("report"))
     assert "the paper's" in drawn_texts["table1-CIFAR-100"]
+    assert (report / "index.html").exists()
 
 
 @pytest.mark.parametrize("width", [1280, 400])

@@ -7,7 +7,17 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.doors import SMALL, assert_succeeded, config_of, evaluate, runs, script, train, value_of
+from tests.doors import (
+    SMALL,
+    assert_refused,
+    assert_succeeded,
+    config_of,
+    evaluate,
+    runs,
+    script,
+    train,
+    value_of,
+)
 
 ONE = (SMALL, "recipe.epochs=1")
 # What Hydra's grammar itself gives a meaning: lists, sweeps, functions, interpolation, escapes.
@@ -32,7 +42,6 @@ def test_a_key_of_texts_takes_the_text_that_was_typed(text: str):
 @pytest.mark.parametrize("text", ["it's", "'twas", 'five"', "the '90s", "o'clock #2"])
 def test_an_apostrophe_is_a_letter(text: str):
     assert value_of(f"name={text}") == text
-    assert value_of("key=[it's,~/b]") == ["it's", "~/b"]
 
 
 @pytest.mark.parametrize(
@@ -49,11 +58,17 @@ def test_an_apostrophe_is_a_letter(text: str):
         ("010", "010"),
         ("1:30", "1:30"),
         ("no", "no"),
-        ("[~/a,{b: 1}]", ["~/a", {"b": 1}]),
+        ("['~/a',{b: 1}]", ["~/a", {"b": 1}]),
     ],
 )
 def test_what_hydra_reads_it_reads_alone(text: str, value: object):
     assert value_of(f"key={text}") == value
+
+
+@pytest.mark.parametrize("word", ["name=it's, too", "+dataset.options.of=[~/a,b]", "name=1,2"])
+def test_a_list_that_hydra_cannot_read_is_refused_with_the_word(here: Path, word: str):
+    """Which of its letters are a text only quotes tell."""
+    assert_refused(train("-m", word, "dry_run=1"), word)
 
 
 def test_every_program_reads_alike(here: Path):

@@ -11,7 +11,7 @@ from PIL import Image
 from torchvision.datasets import DatasetFolder
 
 from reproduction.data.images import NoImage, rgb, size
-from reproduction.system import PlainError
+from reproduction.errors import PlainError
 
 MOST_MEMORY = 2**30  # bytes of decoded images that the runs of one command keep on a machine
 MOST_SIZES = 10**5  # files whose sizes are read; those of ImageNet may take minutes

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from reproduction.system import first_line
+from reproduction.errors import first_line
 
 ENDINGS = (
     ".jpg",

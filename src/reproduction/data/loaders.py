@@ -19,7 +19,7 @@ from reproduction.data.images import NoImage, read, rgb, upright
 from reproduction.data.inputs import build_normalize
 from reproduction.data.seeding import Purpose, preserved_generators, seed_generators
 from reproduction.data.workers import Example, Loader
-from reproduction.system import PlainError, UserError
+from reproduction.errors import PlainError, UserError
 
 RATIO = (0.75, 1.3333)  # of a random crop, width / height
 Transform = Callable[[Image.Image], Tensor]

@@ -31,7 +31,7 @@ from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
 from reproduction.config import Dataset
 from reproduction.data.halves import Data, Half, Items, read_all
 from reproduction.data.images import ENDINGS, is_hidden, read
-from reproduction.system import UserError, first_line, hide_warnings
+from reproduction.errors import UserError, first_line, hide_warnings
 
 HELD_OUT_DIGITS = 360  # of 1,797, stratified
 

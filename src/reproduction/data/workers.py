@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from reproduction.data.halves import Half
-from reproduction.system import STOP_SIGNALS, OneLineError, UserError
+from reproduction.errors import STOP_SIGNALS, OneLineError, UserError
 
 # The name of a socket has at most 107 bytes; this is what multiprocessing adds to TMPDIR.
 LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")

@@ -10,11 +10,12 @@ from timm.layers import Attention
 from torch import nn
 
 from reproduction.config import AnyModel, Augmentation, ViT
+from reproduction.errors import UserError, first_line
+from reproduction.machine import keep_freed_memory
 from reproduction.models.cct import CCT
 from reproduction.models.library import build_library_model, build_vit
 from reproduction.models.names import State
 from reproduction.models.weights import Weights, extract_weights, matching_state, read_file
-from reproduction.system import UserError, first_line, keep_freed_memory
 from tokenmixup import TokenMixup, attach, blocks_of
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)

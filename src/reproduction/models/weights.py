@@ -19,8 +19,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from reproduction.errors import UserError, first_line, warn
+from reproduction.machine import is_first_rank
 from reproduction.models.names import State, convert_names
-from reproduction.system import UserError, first_line, is_first_rank, warn
 
 # Keys that may hold the state dict, in our checkpoints and those of timm and other projects.
 # Averaged weights come first, as in timm's loader.

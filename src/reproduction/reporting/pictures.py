@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from reproduction.config import Config
+from reproduction.errors import in_one_line
 from reproduction.reporting.drawing import ORANGE, figure
 from reproduction.reporting.trained import Sample, TrainedRun
-from reproduction.system import in_one_line
 from tokenmixup import TokenMixup, attach, blocks_of
 from tokenmixup.adapters import adapter_of
 from tokenmixup.output import LayerMix

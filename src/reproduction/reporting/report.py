@@ -8,19 +8,13 @@ import pandas as pd
 import torch
 
 from reproduction.config import Config
+from reproduction.errors import UserError, first_line, reason_of, say, warn
+from reproduction.files import write_text
 from reproduction.folder import RunFolder
+from reproduction.machine import is_first_rank
 from reproduction.reporting.drawing import CAPTIONS, draw_accuracy, draw_mixed_samples
 from reproduction.reporting.pictures import draw_pairs, draw_saliency_maps
 from reproduction.reporting.trained import load_trained, some_images
-from reproduction.system import (
-    UserError,
-    first_line,
-    is_first_rank,
-    reason_of,
-    say,
-    warn,
-    write_text,
-)
 from reproduction.training.metrics import MEDIAN_EPOCHS
 
 OF_TRAINED = {"mixed_pairs.png": draw_pairs, "saliency.png": draw_saliency_maps}

@@ -22,10 +22,10 @@ from reproduction.data.loaders import (
 )
 from reproduction.data.sources import opened
 from reproduction.data.workers import collated
+from reproduction.errors import UserError
 from reproduction.folder import RunFolder
 from reproduction.models.build import build_module, without_weights
 from reproduction.models.weights import module_state, read_newest
-from reproduction.system import UserError
 from tokenmixup import TokenMixup
 
 BATCH = 64  # images, if the batches of the run are not smaller

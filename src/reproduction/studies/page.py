@@ -12,16 +12,15 @@ import pandas as pd
 import torch
 from jinja2 import Environment
 
+from reproduction.compose import compose
+from reproduction.files import write_text
+from reproduction.identity import digest
 from reproduction.models.build import build_module, count_parameters, without_weights
-from reproduction.points import compose
 from reproduction.reporting.drawing import CAPTIONS
 from reproduction.studies.plots import draw_beside, draw_sweep
-from reproduction.studies.results import Run
-from reproduction.studies.study import PrintedModel
-from reproduction.studies.study_table import PartOfStudy
-from reproduction.studies.table import REPORT, Table, frame_of
-from reproduction.studies.text import formatted
-from reproduction.system import write_text
+from reproduction.studies.runs import Run
+from reproduction.studies.study import Part, PrintedModel
+from reproduction.studies.table import REPORT, Table, formatted, frame_of
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 HOW_TO_READ = """\
@@ -48,23 +47,26 @@ class Picture(NamedTuple):
 class Chapter(NamedTuple):
     """A study on the page."""
 
-    part: PartOfStudy
+    part: Part
     table: Table
     plots: list[Picture]  # none if no run is finished
     figures: list[Picture]
 
 
-def write_page(parts: Sequence[PartOfStudy], tables: Sequence[Table], outputs: Path) -> Path:
-    """Writes report/index.html, of a single study report/STUDY.html; returns its path."""
+def write_page(parts: Sequence[Part], tables: Sequence[Table], outputs: Path) -> Path:
+    """Writes report/index.html of the paper's whole studies, else a page of its own; its path."""
     folder = outputs / REPORT
     folder.mkdir(parents=True, exist_ok=True)
     chapters = [
         Chapter(part, table, [*_plots(table, folder)], [*_figures(part, table)])
         for part, table in zip(parts, tables, strict=True)
     ]
-    name = "index"
     if len(parts) == 1:
         name = parts[0].file
+    elif all(part.is_whole_of_the_paper for part in parts):
+        name = "index"
+    else:
+        name = f"all-{digest([part.file for part in parts])}"
     path = folder / f"{name}.html"
     page = Environment(autoescape=True).from_string(TEMPLATE.read_text())
     text = page.render(
@@ -102,12 +104,12 @@ def _plots(table: Table, folder: Path) -> Iterator[Picture]:
             yield Picture(section.title, as_text(path))
 
 
-def _figures(part: PartOfStudy, table: Table) -> Iterator[Picture]:
+def _figures(part: Part, table: Table) -> Iterator[Picture]:
     """Yields the pictures that the first run of a row has drawn."""
     lines = [line for section in table.main_sections for line in section.finished]
     for title, place in part.study.figures.items():
         row, _, name = place.partition("/")
-        runs = [run for line in lines if line.entry.id.row == row for run in line.runs]
+        runs = [run for line in lines if line.row.name == row for run in line.runs]
         drawn = [run.path / name for run in runs if (run.path / name).exists()]
         if drawn:
             yield Picture(title, as_text(drawn[0]))

@@ -9,10 +9,9 @@ import numpy as np
 import pandas as pd
 
 from reproduction.reporting.drawing import BLUE, GREEN, ORANGE, VERMILION, figure
-from reproduction.studies.lines import Line
-from reproduction.studies.runs_table import numeric, short_key
-from reproduction.studies.table import Section, Table
-from reproduction.studies.text import formatted
+from reproduction.studies.statistics import Line
+from reproduction.studies.study import short_names
+from reproduction.studies.table import Section, Table, formatted, heads_of, order_of, value_text
 
 COLORS = (ORANGE, VERMILION, GREEN)  # of rows across, in turns
 OURS: Any = {"color": BLUE, "fmt": "o", "capsize": 3, "linewidth": 1.5}
@@ -28,11 +27,11 @@ def draw_runs(table: Table, path: Path) -> bool:
     """Draws a table of runs that differ in one or two settings; returns whether they do."""
     (section,) = table.sections
     lines = section.finished
-    if not lines or len(lines[0].entry.heads) not in (1, 2):
+    if not lines or len(lines[0].row.heads) not in (1, 2):
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
-    if len(lines[0].entry.heads) == 1:
-        draw_line(path, lines)
+    if len(lines[0].row.heads) == 1:
+        draw_line(path, lines, ", ".join(lines[0].row.heads))
     else:
         draw_map(path, lines)
     return True
@@ -40,14 +39,14 @@ def draw_runs(table: Table, path: Path) -> bool:
 
 def draw_sweep(path: Path, section: Section) -> bool:
     """Draws the values of a study's sweep, with its other rows across; returns whether any ran."""
-    swept = [line for line in section.finished if line.entry.id.swept]
-    others = [line for line in section.finished if not line.entry.id.swept]
+    swept = [line for line in section.finished if line.row.values]
+    others = [line for line in section.finished if not line.row.values]
     if swept:
-        draw_line(path, swept, others)
+        draw_line(path, swept, ", ".join(short_names([*swept[0].row.values])), others)
     return bool(swept)
 
 
-def draw_line(path: Path, lines: Sequence[Line], across: Sequence[Line] = ()) -> None:
+def draw_line(path: Path, lines: Sequence[Line], label: str, across: Sequence[Line] = ()) -> None:
     """Draws means with deviations over values, evenly spaced, and each seed as a dash."""
     with figure(path, figsize=(5.4, 3.8)) as axes:
         for line, color in zip(across, cycle(COLORS), strict=False):  # the legend names them
@@ -60,9 +59,9 @@ def draw_line(path: Path, lines: Sequence[Line], across: Sequence[Line] = ()) ->
         for place, line in enumerate(lines):
             dashes = [place] * len(line.judged)
             axes.plot(dashes, line.judged, "_", color=BLUE, markersize=12, alpha=0.5)
-        values = [", ".join(value for _, value in line.entry.id.swept) for line in lines]
+        values = [", ".join(map(value_text, line.row.values.values())) for line in lines]
         axes.set_xticks(places, values)
-        axes.set_xlabel(", ".join(short_key(name) for name, _ in lines[0].entry.id.swept))
+        axes.set_xlabel(label)
         axes.set_ylabel(axis_of(lines))
         if across:
             axes.legend(fontsize=9)
@@ -70,7 +69,7 @@ def draw_line(path: Path, lines: Sequence[Line], across: Sequence[Line] = ()) ->
 
 def _draw_across(axes: Any, line: Line, color: str) -> None:
     """Draws a row that has none of the values as a band, and what is printed of it."""
-    name = line.entry.heads["row"]
+    name = line.row.heads["row"]
     deviation = np.nan_to_num(line.std)
     axes.axhline(line.mean, color=color, label=f"{name} (n = {line.n})")
     axes.axhspan(line.mean - deviation, line.mean + deviation, color=color, alpha=0.15)
@@ -80,10 +79,10 @@ def _draw_across(axes: Any, line: Line, color: str) -> None:
 
 def draw_map(path: Path, lines: Sequence[Line]) -> None:
     """Draws the means over two settings as a heat map with their values."""
-    down, across = lines[0].entry.heads
-    rows = pd.DataFrame([{**line.entry.heads, "mean": line.mean} for line in lines])
+    down, across = lines[0].row.heads
+    rows = pd.DataFrame([{**heads_of(line), "mean": line.mean} for line in lines])
     means = rows.pivot(index=down, columns=across, values="mean")
-    means = means.sort_index(key=numeric).sort_index(axis=1, key=numeric)
+    means = means.reindex(index=ordered(lines, down), columns=ordered(lines, across))
     values = means.to_numpy(dtype=float)
     height, width = values.shape
     with figure(path, figsize=(1.8 + 0.9 * width, max(3.4, 1.2 + 0.5 * height))) as axes:
@@ -100,6 +99,12 @@ def draw_map(path: Path, lines: Sequence[Line]) -> None:
         axes.figure.colorbar(image, label=axis_of(lines))
 
 
+def ordered(lines: Sequence[Line], title: str) -> list[str]:
+    """Returns the values of a column as text, each once, in the order of the values."""
+    values = sorted((line.row.heads[title] for line in lines), key=order_of)
+    return list(dict.fromkeys(map(value_text, values)))
+
+
 def draw_beside(path: Path, section: Section) -> None:
     """Draws our means with their 95 % intervals beside the printed values, row by row."""
     lines = section.finished
@@ -111,7 +116,7 @@ def draw_beside(path: Path, section: Section) -> None:
         printed = [line.printed for line in lines]
         if not np.isnan(printed).all():
             axes.plot(printed, places, "D", color=VERMILION, label="the paper's")
-        axes.set_yticks(places, [f"{line.entry.heads['row']} (n = {line.n})" for line in lines])
+        axes.set_yticks(places, [f"{line.row.heads['row']} (n = {line.n})" for line in lines])
         axes.invert_yaxis()
         axes.margins(y=0.5 / len(lines))
         axes.grid(axis="y", alpha=0.3)

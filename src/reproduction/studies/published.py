@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pandas as pd
 
+from reproduction.errors import UserError
+from reproduction.files import write_text
 from reproduction.folder import RunFolder
 from reproduction.identity import run_hash
-from reproduction.points import Point
 from reproduction.studies.page import HOW_TO_READ
-from reproduction.studies.results import config_of, published_config, read_store
-from reproduction.studies.study import FULL, Study, plan, read
-from reproduction.studies.study_table import parts_of, study_table
-from reproduction.studies.table import as_markdown
-from reproduction.studies.text import formatted
-from reproduction.system import UserError, write_text
+from reproduction.studies.rows import study_table
+from reproduction.studies.runs import config_of, published_config, read_store
+from reproduction.studies.study import FULL, Study, part_of, read
+from reproduction.studies.table import as_markdown, formatted
 
 COPIED = (  # from summary.json into a line of results/
     "seed",
@@ -69,7 +68,7 @@ def results_page(results: Path) -> str:
 def _section(path: Path, study: Study) -> Iterator[str]:
     """Yields Markdown of a study and its published runs."""
     runs = read_store(path.with_suffix(".jsonl"))
-    (whole,) = parts_of(_points(path, study))
+    whole, _ = part_of(str(path), study, None, FULL, [])
     table = study_table(whole, runs, path.parent)
     file = f"results/{path.name}"
     yield f"\n## {study.title}\n\n{study.about.strip()}\n"
@@ -84,11 +83,6 @@ def _section(path: Path, study: Study) -> Iterator[str]:
         yield as_markdown(_quoted(study))
 
 
-def _points(path: Path, study: Study) -> list[Point]:
-    """Returns all runs of a study."""
-    return plan({str(path): study}, None, FULL, [])
-
-
 def _quoted(study: Study) -> pd.DataFrame:
     rows = []
     for name, columns in study.quoted.items():
@@ -98,10 +92,11 @@ def _quoted(study: Study) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def publish(run: Path, file: Path) -> None:
+def publish(run: Path, file: Path) -> Path:
     """Adds the line of a finished run of a study to its .jsonl, in place of one of the same run."""
     folder = RunFolder(run.resolve())
-    rows = {run_hash(point.config): point.config for point in _points(file, read(file))}
+    _, points = part_of(str(file), read(file), None, FULL, [])
+    rows = {run_hash(point.config): point.config for point in points}
     own_hash = run_hash(folder.read_config())
     row = rows.get(own_hash)
     summary = folder.read_summary()
@@ -121,3 +116,4 @@ def publish(run: Path, file: Path) -> None:
         lines = path.read_text().splitlines()
     others = [text for text in lines if run_hash(config_of(json.loads(text))) != own_hash]
     write_text(path, "\n".join([*others, json.dumps(line)]) + "\n")
+    return path

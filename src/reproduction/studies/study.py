@@ -4,21 +4,22 @@ The paper's tables and sweeps lie in paper/, studies of your own in results/; al
 A row is a cell, or a sweep if it lists values: then each combination of them is a cell.
 """
 
-from collections import defaultdict
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import BeforeValidator, Field
 
-from reproduction.config import Count, FolderName, Fraction, Whole, schema, validated
-from reproduction.identity import RowId, run_hash
-from reproduction.points import Point, compose, expand, point
-from reproduction.system import UserError
-from reproduction.words import key_of, last_part, read_yaml
+from reproduction.compose import Point, compose, expand, last_part, parsed, planned_point, readable
+from reproduction.config import ROOT, Config, Count, FolderName, Fraction, Whole, schema, validated
+from reproduction.errors import UserError
+from reproduction.help import GROUPS, key_of
+from reproduction.identity import changes_result, digest, row_hash, run_hash
 
 PAPER_FOLDER = Path(__file__).parent / "paper"
 PAPERS = (
@@ -62,6 +63,8 @@ Tested = Literal[
 ]
 FORMER_NAMES = {"top1_last": "top1 on test", "loss_last": "loss on test"}
 Printed = dict[Literal["top1", "top5"], float]  # percent, on the test set
+
+# --- the file -----------------------------------------------------------------------------------
 
 
 def _mapping_of(row: Any) -> Any:
@@ -134,74 +137,37 @@ class Study:
                 raise ValueError(f"rows.{name}.against={row.against}: must be one of {allowed}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """What is trained of a study: a row, or one combination of the values of a sweep."""
-
-    id: RowId
-    settings: Row
-    words: list[str]
-    label: str  # names it in lists and folders
-
-    @property
-    def text(self) -> str:
-        """What a table shows of it."""
-        if self.settings.row and not self.id.swept:  # a sweep is shown by its values
-            return self.settings.row
-        return self.label.partition("/")[2]
+FORMS = {  # of what is no text
+    "null": "~|null|Null|NULL|",
+    "bool": "true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(0|[1-9]\d*)",
+    "float": r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
 
 
-def cells(name: str, study: Study) -> list[Cell]:
-    """Returns what is trained of a study, which was typed by this name."""
-    swept = {row: _swept(study, row) for row in study.rows}
-    num_sweeps = sum(len(words_by_values) > 1 for words_by_values in swept.values())
-    each = []
-    for row, words_by_values in swept.items():
-        for values, words in words_by_values.items():
-            parts = [f"{last_part(key)}={value}" for key, value in values]
-            if not values or num_sweeps > 1:
-                parts.insert(0, row)
-            each.append(
-                Cell(
-                    id=RowId(name, row, values, study.rows[row].column),
-                    settings=study.rows[row],
-                    words=words,
-                    label=f"{Path(name).stem}/{','.join(parts)}",
+class PlainYaml(yaml.SafeLoader):
+    """YAML 1.2's core: 010 is no number, yes and no are texts; and each key stands once."""
+
+    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {  # instead of those of YAML 1.1
+        None: [(f"tag:yaml.org,2002:{x}", re.compile(f"({FORMS[x]})$")) for x in FORMS]
+    }
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = []
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node)
+            if key in keys:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"{key} stands here twice", problem_mark=key_node.start_mark
                 )
-            )
-    return each
+            keys.append(key)
+        return super().construct_mapping(node, deep)
 
 
-def _swept(study: Study, row: str) -> dict[tuple[tuple[str, str], ...], list[str]]:
-    """Returns the words of each combination of a row, by the keys and values that differ."""
-    every = expand(study.overrides + study.rows[row].overrides)
-    differ = [len({*words}) > 1 for words in zip(*every, strict=True)]
-    found = {}
-    for words in every:
-        parts = [word.partition("=") for word in compress(words, differ)]
-        found[tuple((key, value) for key, _, value in parts)] = words
-    return found
-
-
-def comparisons(each: Sequence[Cell]) -> dict[RowId, RowId]:
-    """Returns which cell each one is compared with; of two sweeps, those of the same values.
-
-    Raises ValueError for a row of which nothing is compared as the study says.
-    """
-    pairs = {}
-    for cell in each:
-        for base in each:
-            is_named = base.id.row == cell.settings.against
-            if is_named and base.id.swept in ((), cell.id.swept):
-                pairs[cell.id] = base.id
-    rows = {cell.id.row for cell in each}
-    compared = {cell_id.row for cell_id in pairs}
-    for cell in each:
-        row, against = cell.id.row, cell.settings.against
-        if against in rows and row not in compared:
-            rule = "is a sweep, and a sweep is compared with one over the same values"
-            raise ValueError(f"rows.{row}.against={against}: {rule}")
-    return pairs
+def read_yaml(path: Path) -> Any:
+    with path.open() as file:
+        return yaml.load(file, PlainYaml)  # noqa: S506 - a SafeLoader
 
 
 def studies(name: str) -> dict[str, Study]:
@@ -224,39 +190,261 @@ def studies(name: str) -> dict[str, Study]:
 def read(path: Path) -> Study:
     """Reads a study; UserError names the file, the key and what is wrong with it."""
     try:
-        study = validated(Study, read_yaml(path))
-        comparisons(cells(str(path), study))  # refuses what cannot be compared
-        return study
-    except (UserError, ValueError, yaml.YAMLError) as error:
+        return validated(Study, read_yaml(path))
+    except (UserError, yaml.YAMLError) as error:
         raise UserError(f"{path}: {error}") from error
 
 
-def plan(
-    chosen: Mapping[str, Study], seeds: int | None, scale: str, more: Sequence[str]
-) -> list[Point]:
-    """Returns all runs, seed by seed; rows of the same configuration share one."""
+# --- what is trained of it ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What is trained of a study: a row, or one combination of the values of a sweep."""
+
+    row: str  # its name in the study
+    settings: Row
+    words: list[str]
+    values: Mapping[str, Any]  # by key, of a row that is a sweep
+    label: str  # names it in lists and folders: STUDY/ROW
+
+    @property
+    def text(self) -> str:
+        """What a table shows of it."""
+        if self.settings.row and not self.values:  # a sweep is shown by its values
+            return self.settings.row
+        return self.label.partition("/")[2]
+
+
+def cells(name: str, study: Study) -> list[Cell]:
+    """Returns what is trained of a study, which was typed by this name."""
+    points = {row: expand(study.overrides + study.rows[row].overrides) for row in study.rows}
+    num_sweeps = sum(len(each) > 1 for each in points.values())
+    found = []
+    for row, each in points.items():
+        differ = [len({*words}) > 1 for words in zip(*each, strict=True)]
+        for words in each:
+            own = [word for word, differs in zip(words, differ, strict=True) if differs]
+            parts = swept_texts(own)
+            if not own or num_sweeps > 1:
+                parts.insert(0, row)
+            cell = Cell(
+                row=row,
+                settings=study.rows[row],
+                words=words,
+                values={key_of(word): value_of(word) for word in own},
+                label=f"{Path(name).stem}/{','.join(parts)}",
+            )
+            found.append(cell)
+    return found
+
+
+def swept_texts(words: Sequence[str]) -> list[str]:
+    """Returns swept words by the short names of their keys."""
+    names = short_names([key_of(word) for word in words])
+    return [f"{name}={word.partition('=')[2]}" for name, word in zip(names, words, strict=True)]
+
+
+def short_names(keys: Sequence[str]) -> list[str]:
+    """Returns keys without their groups, unless two of them then look alike."""
+    names = [last_part(key) for key in keys]
+    if len({*names}) < len(names):
+        return [*keys]
+    return names
+
+
+def value_of(word: str) -> Any:
+    override = parsed(word)
+    assert override is not None, word
+    return override.value()
+
+
+def comparisons(each: Sequence[Cell]) -> dict[str, str]:
+    """Returns the label of the cell that each one is compared with, by its own label.
+
+    A row is compared with one that is no sweep, or with the point of the same values of a sweep.
+    ValueError for a comparison that cannot be made.
+    """
+    pairs = {}
+    for cell in each:
+        against = cell.settings.against
+        if against is None:
+            continue
+        bases = [base for base in each if base.row == against]
+        fitting = [base for base in bases if base.values in ({}, cell.values)]
+        if not fitting:
+            rule = "is a sweep, and a sweep is compared with one over the same values"
+            raise ValueError(f"rows.{cell.row}.against={against}: {rule}")
+        pairs[cell.label] = fitting[0].label
+    return pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The rows and seeds of a study that a command asks for, with what it changes in them."""
+
+    name: str  # of the study: table1, or the path of a file
+    study: Study
+    has_all_rows: bool
+    scale: str
+    cells: list[Cell]
+    pairs: Mapping[str, str]  # label of a cell -> of the one that it is compared with
+    configs: Mapping[str, Config]  # of each cell, by its label
+    seeds: list[int]
+    more: list[str]  # overrides of all rows that change results
+
+    @property
+    def row_hashes(self) -> dict[str, str]:
+        """What the runs of the seeds of each cell share, by its label."""
+        return {label: row_hash(config) for label, config in self.configs.items()}
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """What a table shows of each cell, by its label; of equal texts also the row's name."""
+        places = Counter((cell.settings.column, cell.text) for cell in self.cells)
+        found = {}
+        for cell in self.cells:
+            found[cell.label] = cell.text
+            if places[cell.settings.column, cell.text] > 1:
+                found[cell.label] = f"{cell.text} ({cell.row})"
+        return found
+
+    @property
+    def num_runs(self) -> int:
+        return len({*self.row_hashes.values()}) * len(self.seeds)
+
+    @property
+    def is_whole_of_the_paper(self) -> bool:
+        """Whether this is all of a study of the paper, as the paper has it."""
+        if self.name not in PAPERS or not self.has_all_rows:
+            return False
+        return self.seeds == seeds_of(self.study, None, FULL) and not self.about
+
+    @property
+    def file(self) -> str:
+        """The name of its files: equal if and only if what they are of is equal."""
+        stem = Path(self.name).stem
+        if self.is_whole_of_the_paper:
+            return stem
+        place = self.name
+        if place not in PAPERS:
+            path = Path(place).resolve()
+            place = str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+        return f"{stem}-{digest([place, self.row_hashes, self.seeds, self.scale])}"
+
+    @property
+    def about(self) -> list[str]:
+        """Says what distinguishes the runs from those that the study names."""
+        words = [*self.more]
+        if self.scale == SMOKE:
+            words = [*SHORT, *self.study.smoke, *words]
+        if not words:
+            return []
+        texts = ", ".join(f"`{word}`" for word in words)
+        return [f"With {texts}; seeds {', '.join(map(str, self.seeds))}."]
+
+
+def planned(
+    name: str, seeds: int | None, scale: str, more: Sequence[str]
+) -> tuple[list[Point], list[Part]]:
+    """Returns all runs of the studies of a name, seed by seed, and the studies.
+
+    Rows of the same configuration share a run. UserError for an override of all rows that sets
+    what one of them is about.
+    """
     points: dict[str, Point] = {}
-    rows = defaultdict[str, list[RowId]](list)
-    for name, study in chosen.items():
-        default = study.seeds
-        if scale == SMOKE:
-            default = 1
-        for cell in cells(name, study):
-            words = words_of(cell, study, scale, more)
-            for seed in range(study.first_seed, study.first_seed + (seeds or default)):
-                planned = point([*words, f"seed={seed}", "resume=auto"], cell.label)
-                own_hash = run_hash(planned.config)
-                points.setdefault(own_hash, planned)
-                rows[own_hash].append(cell.id)
-    shared = [replace(points[own_hash], rows=tuple(rows[own_hash])) for own_hash in points]
-    return sorted(shared, key=lambda planned: planned.config.seed)
+    parts = []
+    for study_name, study in studies(name).items():
+        part, own = part_of(study_name, study, seeds, scale, [readable(word) for word in more])
+        has_all_rows = name in ("all", study_name)
+        parts.append(replace(part, has_all_rows=has_all_rows))
+        for each in own:
+            points.setdefault(run_hash(each.config), each)
+    return sorted(points.values(), key=lambda each: each.config.seed), parts
+
+
+def part_of(
+    name: str, study: Study, seeds: int | None, scale: str, more: Sequence[str]
+) -> tuple[Part, list[Point]]:
+    """Returns a study with all its runs."""
+    check_overrides(study, more)
+    each = cells(name, study)
+    try:
+        pairs = comparisons(each)
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from error
+    chosen = seeds_of(study, seeds, scale)
+    points = []
+    configs = {}
+    for cell in each:
+        words = words_of(cell, study, scale, more)
+        of_cell = [planned_point([*words, f"seed={x}", "resume=auto"], cell.label) for x in chosen]
+        configs[cell.label] = of_cell[0].config
+        points += of_cell
+    changes = [word for word in more if changes_result(key_of(word))]
+    if changes:
+        check_rows(each, study, scale, configs, changes)
+    part = Part(
+        name=name,
+        study=study,
+        has_all_rows=True,
+        scale=scale,
+        cells=each,
+        pairs=pairs,
+        configs=configs,
+        seeds=chosen,
+        more=changes,
+    )
+    return part, points
+
+
+def seeds_of(study: Study, seeds: int | None, scale: str) -> list[int]:
+    count = seeds or study.seeds
+    if seeds is None and scale == SMOKE:
+        count = 1
+    return [*range(study.first_seed, study.first_seed + count)]
 
 
 def words_of(cell: Cell, study: Study, scale: str, more: Sequence[str]) -> list[str]:
     """Returns the words of a cell at a scale. The last word for a key counts."""
     words = [*cell.words]
     if scale == SMOKE:
-        words += [*SHORT, *study.smoke]
+        words += [*SHORT, *map(readable, study.smoke)]
         if compose([*words, *more]).augmentation.htm is not None:
             words += MIXING
     return [*words, *more]
+
+
+def check_overrides(study: Study, more: Sequence[str]) -> None:
+    """Raises UserError for an override of all rows that sets a key of one of them."""
+    for word in more:
+        for name, row in study.rows.items():
+            for own in row.overrides:
+                if overlap(key_of(word), key_of(own)):
+                    raise UserError(f"{word}: rows.{name} sets {own}, so it cannot be for all rows")
+
+
+def overlap(key: str, other: str) -> bool:
+    """Whether setting one key changes what another one has set; a group's option does not."""
+    if key == other:
+        return True
+    if key in GROUPS or other in GROUPS:
+        return False
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
+
+
+def check_rows(
+    each: Sequence[Cell],
+    study: Study,
+    scale: str,
+    configs: Mapping[str, Config],
+    changes: Sequence[str],
+) -> None:
+    """Raises UserError if overrides make one run of two rows."""
+    for cell, other in combinations(each, 2):
+        if row_hash(configs[cell.label]) != row_hash(configs[other.label]):
+            continue
+        ours, theirs = (compose(words_of(x, study, scale, [])) for x in (cell, other))
+        if row_hash(ours) != row_hash(theirs):
+            words = " ".join(changes)
+            raise UserError(f"{words}: makes one run of {cell.label} and {other.label}")

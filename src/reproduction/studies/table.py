@@ -1,21 +1,184 @@
-"""Tables: sections of lines, with the notes below them, and the files that hold them."""
+"""Tables: values as text, lines by their columns, sections, notes, and the files that hold them.
+
+Text is made here alone, of values.
+"""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from reproduction.studies.lines import Line
-from reproduction.studies.results import MEASURES, Counted
-from reproduction.studies.text import NOTHING, columns_of, formatted
-from reproduction.system import write_text
+from reproduction.files import write_text
+from reproduction.studies.runs import MEASURES, ON_TEST, ON_VALIDATION, Counted, Outcome
+from reproduction.studies.statistics import Line
 
 REPORT = "report"  # the folder of tables beside the runs
 MOST_NAMED = 5  # runs that are not counted
 LIKE_THE_MEAN = ("median [%]", "best [%]", "best of 10 [%]")  # left out where they are the mean
+
+# --- values as text -----------------------------------------------------------------------------
+
+NOTHING = "-"
+
+
+def formatted(value: float | None, spec: str) -> str:
+    """Formats a number; a dash stands for one that is missing."""
+    if value is None or math.isnan(value):
+        return NOTHING
+    return f"{value:{spec}}"
+
+
+def spread(values: pd.Series, spec: str) -> str:
+    """Formats a mean with its deviation, which a single value has not."""
+    mean = formatted(values.mean(), spec)
+    if len(values) < 2:
+        return mean
+    return f"{mean} +/- {values.std():{spec}}"
+
+
+def p_text(p: float) -> str:
+    """Formats with three decimals, or two significant digits below 0.001."""
+    if p < 0.001:
+        return f"{p:.1e}"
+    return formatted(p, ".3f")
+
+
+class Missing(Enum):
+    """What a row has in place of the value of a setting. Null is a value."""
+
+    ABSENT = "not set"
+    DOES_NOT_APPLY = NOTHING  # such as tau without HTM
+
+
+def order_of(value: Any) -> tuple[bool, float, str]:
+    """By what values are sorted: numbers by size, then the others by their text."""
+    if isinstance(value, int | float):
+        return False, float(value), ""
+    return True, 0.0, value_text(value)
+
+
+def value_text(value: Any) -> str:
+    """Formats a setting as on the command line."""
+    if isinstance(value, Missing):
+        return value.value
+    if value is None:
+        return "null"
+    if isinstance(value, list):
+        return f"[{','.join(map(value_text, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, float):
+        return str(value)
+    short = f"{value:.10g}"
+    return short if float(short) == value else repr(value)  # two values never look alike
+
+
+# --- columns ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table, after those that name a row; all lines of a section have the same."""
+
+    title: str  # {title}, {unit} and {gap} are the outcome's
+    text: Callable[[Line], str]
+    is_shown: Callable[[Line], bool] = lambda line: True
+
+
+def is_main(line: Line) -> bool:
+    """Whether the table is about this outcome: only then are tests shown, and what has none."""
+    return line.is_main
+
+
+def is_loss(line: Line) -> bool:
+    return line.outcome.measure == "loss"
+
+
+def share(line: Line, name: str) -> str:
+    """Formats the share of easy or mixed samples; only HTM has some."""
+    if not line.runs or "augmentation.htm.tau" not in line.runs[0].settings:
+        return NOTHING
+    return formatted(100 * line.mean_of(f"{name}_share"), ".1f")
+
+
+def difference(line: Line) -> str:
+    return formatted(line.comparison.difference, f"+{line.outcome.spec}")
+
+
+def interval(line: Line) -> str:
+    if math.isnan(line.comparison.low):
+        return NOTHING
+    ends = (line.comparison.low, line.comparison.high)
+    return " to ".join(f"{end:+{line.outcome.spec}}" for end in ends)
+
+
+def lower_in(line: Line) -> str:
+    if line.row.against is None:
+        return NOTHING
+    return f"{line.comparison.below} of {line.comparison.pairs}"
+
+
+def mean_of(measure: str, spec: str) -> Callable[[Line], str]:
+    return lambda line: formatted(line.mean_of(measure), spec)
+
+
+COLUMNS = [
+    Column("n", lambda line: str(line.n)),
+    Column("{title} [{unit}]", lambda line: spread(line.judged, line.outcome.spec)),
+    Column(
+        "test top-1 [%]",
+        lambda line: spread(line.values(ON_TEST.name), ON_TEST.spec),
+        lambda line: line.outcome == ON_VALIDATION,
+    ),
+    Column("paper [%]", lambda line: formatted(line.printed, ".2f")),
+    Column("easy [%]", lambda line: share(line, "easy")),
+    Column("mixed [%]", lambda line: share(line, "mixed")),
+    Column("compared with", lambda line: line.row.against_text or NOTHING),
+    Column("pairs", lambda line: formatted(line.comparison.pairs, ".0f")),
+    Column("difference [{gap}]", difference),
+    Column(
+        "paper's difference [points]",
+        lambda line: formatted(line.comparison.printed_difference, "+.2f"),
+        is_main,
+    ),
+    Column("95 % interval", interval),
+    Column("p", lambda line: p_text(line.comparison.p), is_main),
+    # "untested" or "primary" stands in place of the corrected p
+    Column("p (Holm)", lambda line: line.row.role or p_text(line.comparison.p_holm), is_main),
+    Column("lower in", lower_in, is_loss),
+    Column("median [%]", mean_of("top1_median10", ".2f"), is_main),
+    Column("best [%]", mean_of("top1_best", ".2f"), is_main),
+    Column("best of 10 [%]", mean_of("top1_best10", ".2f"), is_main),
+    Column("selected [%]", mean_of("top1_selected", ".2f"), is_main),
+    Column("tokens of easy", mean_of("easy_tokens", ".1f"), is_main),
+    Column("tokens of mixed", mean_of("mixed_tokens", ".1f"), is_main),
+    Column(
+        "hours", lambda line: formatted(line.n * line.mean_of("seconds") / 3600, ".1f"), is_main
+    ),
+    Column("status", lambda line: line.row.status_text or NOTHING, is_main),
+]
+TITLES = {column.title for column in COLUMNS}
+
+
+def heads_of(line: Line) -> dict[str, str]:
+    """Returns what names a row, by the titles of its columns."""
+    return {title: value_text(value) for title, value in line.row.heads.items()}
+
+
+def texts_of(line: Line) -> dict[str, str]:
+    """Returns the text of each column by its title."""
+    found = heads_of(line)
+    for column in COLUMNS:
+        if column.is_shown(line):
+            found[column.title.format(**vars(line.outcome))] = column.text(line)
+    return found
+
+
+# --- tables -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +200,8 @@ class Section:
 
 def frame_of(lines: Sequence[Line]) -> pd.DataFrame:
     """Returns lines as text, without columns that have nothing to show."""
-    texts = pd.DataFrame([columns_of(line) for line in lines])
-    empty = texts.columns[(texts == NOTHING).all()].difference([*lines[0].entry.heads])
+    texts = pd.DataFrame([texts_of(line) for line in lines])
+    empty = texts.columns[(texts == NOTHING).all()].difference([*lines[0].row.heads])
     means = [formatted(line.mean, line.outcome.spec) for line in lines]
     repeated = [x for x in LIKE_THE_MEAN if x in texts and texts[x].tolist() == means]
     return texts.drop(columns=[*empty, *repeated])
@@ -91,7 +254,7 @@ class Table:
     def all_notes(self) -> list[str]:
         notes = [*self.notes]
         missing = [line for section in self.main_sections for line in section.missing]
-        not_run = [line for line in missing if line.entry.row_hash]  # the others are quoted
+        not_run = [line for line in missing if line.row.row_hash]  # the others are quoted
         if not_run:
             notes.append(f"rows without a finished run: {len(not_run)}")
         return [*notes, *notes_of(self.counted)]
@@ -112,22 +275,22 @@ class Table:
 
 def numbers_of(line: Line) -> dict[str, Any]:
     """Returns a line by the columns of a .csv file."""
-    entry = line.entry
+    row = line.row
     return {
-        "study": entry.id.study,
-        "row": entry.id.row,
-        **dict(entry.id.swept),
-        "column": entry.id.column,
+        "study": row.study,
+        "row": row.name,
+        **{key: value_text(value) for key, value in row.values.items()},
+        "column": row.column,
         "outcome": line.outcome.measure,
         "half": line.outcome.split,
         "n": line.n,
         "mean": line.mean,
         "std": line.std,
         "printed": line.printed,
-        "compared_with": entry.against_text,
+        "compared_with": row.against_text,
         **asdict(line.comparison),
-        "role": entry.role,
-        "state": entry.status_text,
+        "role": row.role,
+        "state": row.status_text,
         **{name: line.mean_of(name) for name in MEASURES},
     }
 
@@ -145,3 +308,13 @@ def notes_of(counted: Counted) -> Iterator[str]:
     if len(counted.runs) != 1:
         runs = f"{len(counted.runs)} finished runs"
     yield f"{runs}, {seconds / 3600:.2f} hours in total, git {', '.join(revisions) or 'unknown'}"
+
+
+def judged_on(outcome: Outcome) -> list[str]:
+    """Says above a table that it is judged on validation."""
+    if outcome.split == "test":
+        return []
+    text = "Judged on the validation split"
+    if outcome == ON_VALIDATION:
+        text += "; the accuracy on the test set stands beside it, untested"
+    return [f"{text}."]

@@ -12,11 +12,12 @@ from torch import nn
 
 from reproduction.config import AnyModel, Checkpoint
 from reproduction.data.loaders import InputTransform, build_evaluation_transform
+from reproduction.errors import UserError
+from reproduction.files import replacing
 from reproduction.folder import RunFolder
 from reproduction.models.build import build_trained, constructor, count_classes, without_weights
 from reproduction.models.names import State
 from reproduction.models.weights import Weights, extract_weights, matching_state, read_newest
-from reproduction.system import UserError, replacing
 
 MOST_TIME = 0.05  # of that since the last checkpoint: what one at the end of an epoch may take
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from reproduction.data.inputs import Normalize
-from reproduction.system import PlainError
+from reproduction.errors import PlainError
 from reproduction.training.ranks import World
 from tokenmixup.contexts import evaluating
 

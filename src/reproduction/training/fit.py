@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_map_only
 
 from reproduction.data import loaders
 from reproduction.data.halves import check_unreadable
+from reproduction.errors import PlainError, Pulse, UserError, first_line, progress, say, warn
 from reproduction.folder import RunFolder
 from reproduction.models.names import State
-from reproduction.system import PlainError, Pulse, UserError, first_line, progress, say, warn
 from reproduction.training import metrics
 from reproduction.training.checkpoint import Clock, check_classes, digest, save_plain
 from reproduction.training.evaluate import evaluate

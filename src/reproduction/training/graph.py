@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from reproduction.system import PlainError, first_line
+from reproduction.errors import PlainError, first_line
 
 WARM_UP = 3  # steps of a size before its capture: libraries and the optimiser set themselves up
 

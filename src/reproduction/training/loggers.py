@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.config import Config
+from reproduction.errors import UserError, first_line, say, warn
 from reproduction.folder import RunFolder
-from reproduction.system import UserError, first_line, say, warn
 
 SETTINGS: dict[str, Any] = {
     # The console, the machine and the code are not recorded.

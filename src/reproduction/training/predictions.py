@@ -18,9 +18,11 @@ from reproduction.data.halves import Data, in_memory
 from reproduction.data.inputs import build_normalize
 from reproduction.data.loaders import build_evaluation_loader
 from reproduction.data.sources import opened, unlabelled
+from reproduction.errors import progress, warn
+from reproduction.files import write_text
 from reproduction.identity import settings_of_evaluation
+from reproduction.machine import is_first_rank, local_ranks
 from reproduction.models.build import build_trained, place
-from reproduction.system import is_first_rank, local_ranks, progress, warn, write_text
 from reproduction.training.checkpoint import check_classes, read_plain
 from reproduction.training.evaluate import Predicted, evaluate
 from reproduction.training.ranks import World, join_world, on_ranks, resolve_device

@@ -23,20 +23,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from reproduction.config import Config
-from reproduction.system import (
-    MEETING,
+from reproduction.errors import (
     STOP_SIGNALS,
     OneLineError,
     RankFailed,
     Stopped,
     UserError,
     hide_warnings,
-    is_first_rank,
-    launched_ranks,
-    local_ranks,
-    usable_cores,
     warn,
 )
+from reproduction.machine import MEETING, is_first_rank, launched_ranks, local_ranks, usable_cores
 from reproduction.training.stop import ending, handling, stop_at_once
 
 Result = TypeVar("Result")

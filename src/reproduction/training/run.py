@@ -18,8 +18,10 @@ from reproduction.data import loaders
 from reproduction.data.halves import Data, in_memory
 from reproduction.data.seeding import preserved_generators
 from reproduction.data.sources import opened, record
+from reproduction.errors import PlainError, Pulse, Stopped, UserError, reason_of, say, warn
 from reproduction.folder import RunFolder, hold
 from reproduction.identity import changes, run_hash, saved
+from reproduction.machine import git_revision, hardware_name, is_first_rank, local_ranks
 from reproduction.models.build import (
     build_module,
     count_parameters,
@@ -28,19 +30,6 @@ from reproduction.models.build import (
     without_weights,
 )
 from reproduction.models.weights import read_newest
-from reproduction.system import (
-    PlainError,
-    Pulse,
-    Stopped,
-    UserError,
-    git_revision,
-    hardware_name,
-    is_first_rank,
-    local_ranks,
-    reason_of,
-    say,
-    warn,
-)
 from reproduction.training import metrics
 from reproduction.training.checkpoint import Clock, save_plain
 from reproduction.training.fit import (

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from reproduction.config import Config
-from reproduction.system import (
+from reproduction.errors import (
     STOP_SIGNALS,
     OneLineError,
     PlainError,

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from reproduction.config import Config
+from reproduction.errors import UserError, first_line, in_one_line, reason_of
 from reproduction.folder import RunFolder, summary_of_today
 from reproduction.identity import digest, flat, nested, row_hash, saved, settings, shared_settings
-from reproduction.system import UserError, first_line, in_one_line, reason_of
 
 STACK_KEY = "augmentation.mixing"  # the names of the stack, as if they were a setting
 LAST_EPOCHS = 10  # some protocols report the best of them

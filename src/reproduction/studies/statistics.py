@@ -11,20 +11,23 @@ from typing import Any
 
 import pandas as pd
 
-from reproduction.identity import RowId
-from reproduction.studies.results import Outcome, Run
+from reproduction.studies.runs import Outcome, Run
 
 LEAST_PAIRS = 3  # for a test: with two, the 95 % interval is +-12.7 standard errors
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A row before it has numbers."""
+class Row:
+    """A row before it has numbers. What is known of it stays a value: text is made last."""
 
-    id: RowId
-    heads: dict[str, str]  # what names it, by the titles of columns, which all rows share
+    key: str  # which no other row of its table has
+    heads: Mapping[str, Any]  # what is shown of it, by the titles of columns, which all rows share
+    study: str = ""
+    name: str = ""  # in its study
+    values: Mapping[str, Any] = field(default_factory=dict)  # of settings in which it differs
+    column: str = ""  # the title of the part of the table that has it
     row_hash: str = ""  # of its runs; a row that is quoted has none
-    against: RowId | None = None  # a row of other runs
+    against: str | None = None  # the key of a row of other runs
     against_text: str = ""
     role: str = ""
     printed: Mapping[Any, float] = field(default_factory=dict)  # by measure, on the test set
@@ -49,7 +52,7 @@ class Comparison:
 class Line:
     """A row with its numbers, judged by an outcome."""
 
-    entry: Entry
+    row: Row
     outcome: Outcome
     is_main: bool  # the table is about this outcome, and has p of no other
     runs: list[Run]
@@ -87,39 +90,37 @@ class Line:
         """The paper's value of its outcome; on a validation split it has none."""
         if self.outcome.split == "validation":
             return nan
-        return self.entry.printed.get(self.outcome.measure, nan)
+        return self.row.printed.get(self.outcome.measure, nan)
 
 
 def lines_of(
-    entries: Sequence[Entry], runs: Sequence[Run], outcome: Outcome, is_main: bool = True
+    rows: Sequence[Row], runs: Sequence[Run], outcome: Outcome, is_main: bool = True
 ) -> list[Line]:
     """Returns the lines of rows, judged by an outcome of these runs.
 
     A row that is `untested` has no p; one that is `primary` is not corrected for the others.
     """
     lines = {}
-    for entry in entries:
-        own = [run for run in runs if run.row_hash == entry.row_hash]
+    for row in rows:
+        own = [run for run in runs if run.row_hash == row.row_hash]
         results = pd.DataFrame.from_dict({run.seed: run.numbers for run in own}, orient="index")
-        lines[entry.id] = Line(
-            entry=entry, outcome=outcome, is_main=is_main, runs=own, results=results
-        )
+        lines[row.key] = Line(row=row, outcome=outcome, is_main=is_main, runs=own, results=results)
 
     family = {}  # p of the tests that are corrected for each other
     for line in lines.values():
-        entry = line.entry
-        if entry.against is None:
+        row = line.row
+        if row.against is None:
             continue
-        base = lines[entry.against]
+        base = lines[row.against]
         line.comparison = paired(line.judged, base.judged)
         line.comparison.printed_difference = line.printed - base.printed
-        if entry.role == "untested" or not is_main:
+        if row.role == "untested" or not is_main:
             line.comparison.p = nan
-        elif not entry.role:
-            family[entry.id] = line.comparison.p
+        elif not row.role:
+            family[row.key] = line.comparison.p
     adjusted = holm(pd.Series(family, dtype=float))
-    for row in adjusted.index:
-        lines[row].comparison.p_holm = adjusted[row]
+    for key in adjusted.index:
+        lines[key].comparison.p_holm = adjusted[key]
     return [*lines.values()]
 
 

@@ -1,0 +1,167 @@
+"""How programs end, and what they say: errors in one line, output, progress."""
+
+import argparse
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal, NoReturn, TextIO, TypeVar
+
+from tqdm import tqdm
+
+from reproduction.machine import is_first_rank
+
+# Signals that end a run: from a terminal, on preemption, or from a launcher.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+LONGEST_LINE = 2000  # characters
+
+
+def in_one_line(text: str, longest: int = LONGEST_LINE) -> str:
+    """Joins `text` into one line of bounded length, with `?` for unprintable characters."""
+    line = " ".join(text.split())
+    line = "".join(x if x.isprintable() else "?" for x in line)
+    if len(line) > longest:
+        line = f"{line[: longest - 3]}..."
+    return line
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the type of an error and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def reason_of(error: OSError) -> str:
+    """Returns the file of an error of the system, if it has one, and what is wrong with it."""
+    if error.filename is None or error.strerror is None:
+        return error.strerror or str(error)
+    return f"{error.filename}: {error.strerror}"
+
+
+class OneLineError(Exception):
+    """An error whose message is always one line."""
+
+    status = 1  # of a program that ends with it
+
+    def __init__(self, text: object = ""):
+        super().__init__(in_one_line(str(text)))
+
+
+class UserError(OneLineError):
+    """A mistake: `key=value: what is wrong; what is allowed`."""
+
+    status = 2
+
+
+class PlainError(OneLineError):
+    """A failure. The line is sufficient, or a traceback was printed before."""
+
+
+class Interrupted(OneLineError):
+    """A sweep was stopped by a signal."""
+
+    status = 130
+
+
+class RankFailed(PlainError):
+    """A rank was killed, or raised an error that it has printed."""
+
+
+class Stopped(KeyboardInterrupt):
+    """This rank received a signal to stop."""
+
+    def __init__(self, signum: int):
+        super().__init__("interrupted")
+        self.signum = signum
+
+
+def program() -> str:
+    """The name of the program that runs, with which its lines of errors begin."""
+    return Path(sys.argv[0]).name
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Ends a program with one line: status 2 for a mistake, 1 for a failure, 130 for Ctrl-C."""
+    hide_warnings()
+    try:
+        yield
+        say("", end="")  # flushes what print() has left, also into a closed pipe
+        return
+    except OneLineError as error:
+        status, line = error.status, str(error)
+    except OSError as error:
+        status, line = 2, in_one_line(reason_of(error))
+    except KeyboardInterrupt as interrupt:
+        status, line = 130, str(interrupt) or "interrupted"
+    if is_first_rank():
+        warn(f"{program()}: {line}")
+    sys.exit(status)
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises UserError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see --help")
+
+
+def say(text: str, end: str = "\n", to: Literal["stdout", "stderr"] = "stdout") -> None:
+    """Prints lines. Gives up what cannot be encoded or written: a run outlives its terminal."""
+    stream: TextIO | None = getattr(sys, to)
+    try:
+        tqdm.write(text, stream, end)  # beside a bar
+        if stream is not None:
+            stream.flush()
+    except UnicodeEncodeError:
+        pass
+    except OSError:  # a closed pipe, a full disk, a terminal that is gone: also at exit
+        with open(os.devnull, "w") as nowhere, suppress(OSError):
+            os.dup2(nowhere.fileno(), stream.fileno() if stream is not None else 1)
+
+
+def warn(text: str) -> None:
+    say(text, to="stderr")
+
+
+Item = TypeVar("Item")
+
+
+def progress(items: Iterable[Item], task: str, total: int, done: int = 0) -> Iterator[Item]:
+    """Yields the items, and counts them on the first rank's terminal; `done` came before."""
+    yield from tqdm(
+        items,
+        desc=task,
+        total=total,
+        initial=done,
+        leave=False,
+        file=sys.stdout,
+        disable=None if is_first_rank() else True,  # None: shown on a terminal alone
+    )
+
+
+PULSE = 60.0  # seconds between lines of a run whose output is no terminal
+
+
+class Pulse:
+    """When the first rank shall say that it is alive, where `progress` shows no bar."""
+
+    def __init__(self) -> None:
+        self.last = time.monotonic()
+
+    def is_due(self) -> bool:
+        has_bar = sys.stdout is not None and sys.stdout.isatty()
+        return is_first_rank() and not has_bar and time.monotonic() - self.last >= PULSE
+
+    def tell(self, text: str) -> None:
+        self.last = time.monotonic()
+        say(text)
+
+
+def hide_warnings() -> None:
+    """Hides Pillow's warnings in a program of ours: they name no file."""
+    warnings.filterwarnings("ignore", module=r"PIL\.")

@@ -1,0 +1,125 @@
+"""The jobs of a sweep on this machine: a run in this process, or some at a time in their own."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from types import FrameType
+
+from reproduction.compose import Point, line_of_words
+from reproduction.config import TRAIN
+from reproduction.errors import OneLineError, PlainError, UserError, say
+from reproduction.machine import CORES, usable_cores
+
+Environment = dict[str, str]
+
+
+def train_here(point: Point) -> None:
+    """Trains a run in this process, unless it is finished, and writes its report.
+
+    Raises OneLineError, which says what has become of it.
+    """
+    from reproduction.reporting.report import write_report  # imports torch
+    from reproduction.training.run import run_training
+    from reproduction.training.stop import ending
+
+    say(str(point.folder.path))
+    command = shlex.join(["python", "train.py", *line_of_words(), *point.words])
+    try:
+        origin = {"overrides": point.words, "command": command}
+        write_report(point.folder, run_training(point.config, origin))
+    except Exception as error:
+        raise ending(error, point.config) from None
+
+
+def objective(point: Point, name: str) -> float | None:
+    """Returns what a sweeper chooses by, of the last epoch of a run; None without such a number."""
+    log = point.folder.read_summary().get("log")
+    if not log:
+        return None
+    return log[-1].get(name)
+
+
+def environments(jobs: int, devices: int) -> Iterator[Environment]:
+    """Divides this machine among `jobs` runs at a time, each with `devices` processes.
+
+    GPUs are assigned in turn, so several runs may share one; cores are divided.
+    """
+    from reproduction.training.ranks import visible_gpus  # imports torch
+
+    gpus = visible_gpus()
+    groups = max(1, len(gpus) // devices)
+    cores = max(1, usable_cores() // jobs)
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // devices)))
+    for number in range(jobs):
+        first = devices * (number % groups)
+        yield {
+            "OMP_NUM_THREADS": threads,
+            CORES: str(cores),
+            "CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + devices]),
+        }
+
+
+def in_processes(points: Sequence[Point], jobs: int) -> list[OneLineError | None]:
+    """Trains points by train.py, `jobs` at a time; their output goes to OUTPUTS/.logs."""
+    from reproduction.training.stop import handling  # imports torch
+
+    jobs = min(jobs, len(points))
+    logs = Path(points[0].config.output_root, ".logs")
+    files = line_of_words()
+    free = SimpleQueue[Environment]()
+    for environment in environments(jobs, max(point.config.devices for point in points)):
+        free.put(environment)
+    running = set[subprocess.Popen[bytes]]()
+    signals = list[int]()  # received: nothing more starts
+
+    def forward(signum: int, frame: FrameType | None) -> None:
+        signals.append(signum)
+        for process in list(running):
+            process.send_signal(signum)  # saves after its step, or ends at a second Ctrl-C
+
+    def train_apart(point: Point) -> OneLineError | None:
+        path = point.folder.path
+        log_path = logs / f"{path.name}.log"
+        environment = free.get()
+        try:
+            if signals or point.folder.is_finished():
+                return None
+            say(str(path))
+            with log_path.open("ab") as log:
+                process = subprocess.Popen(
+                    [sys.executable, TRAIN, *files, *point.words_of_job],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=os.environ | environment,
+                    process_group=0,  # so that Ctrl-C reaches it only once, by `forward`
+                )
+                running.add(process)
+                if signals:  # received before the process existed
+                    process.terminate()
+                status = process.wait()
+                running.remove(process)
+        finally:
+            free.put(environment)
+        if status == 0 or signals:
+            return None
+        if status < 0:
+            return PlainError(f"{path}: ended by {signal.Signals(-status).name}")
+        # the last line that train.py prints is its error
+        lines = log_path.read_text(errors="replace").splitlines() or [f"{log_path} is empty"]
+        line = lines[-1].removeprefix(f"{TRAIN.name}: ")
+        return UserError(line) if status == UserError.status else PlainError(line)
+
+    logs.mkdir(parents=True, exist_ok=True)
+    say(f"{jobs} runs at a time, logs in {logs}")
+    with handling(forward), ThreadPoolExecutor(jobs) as pool:
+        errors = [*pool.map(train_apart, points)]
+    if signals:
+        raise KeyboardInterrupt
+    return errors

@@ -1,0 +1,334 @@
+"""A command of several runs as one object, from its words to its table.
+
+A sweeper makes it. What it knows then, the points, the studies whose rows they are, and where it
+writes, it has at the end; nothing is read a second time.
+"""
+
+import sys
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hydra.core.utils import JobReturn, JobStatus, env_override
+from hydra.plugins.launcher import Launcher
+
+from reproduction.compose import Point, expand, last_part, planned_point, readable
+from reproduction.config import SOURCES, Config, Dataset, StudyWords, ViT, check_new
+from reproduction.errors import (
+    Interrupted,
+    OneLineError,
+    PlainError,
+    UserError,
+    first_line,
+    program,
+    say,
+    warn,
+)
+from reproduction.folder import find
+from reproduction.help import key_of
+from reproduction.identity import row_hash
+from reproduction.machine import is_first_rank
+from reproduction.studies.study import PAPERS, Part, planned
+
+if TYPE_CHECKING:  # imports pandas
+    from reproduction.studies.runs import Run
+
+NOT_STARTED = "not started"
+# sweepers that try every value and choose none: they need no validation split
+GRIDS = ("hydra_plugins.checked.", "hydra._internal.core_plugins.basic_sweeper.")
+CLASSES = 10  # of a model whose images are not here
+PLACES = {  # of data sets that are downloaded, in their root
+    f"{SOURCES}:cifar10": "cifar-10-batches-py",
+    f"{SOURCES}:cifar100": "cifar-100-python",
+}
+
+
+class PointLauncher(Launcher):
+    """A launcher of ours: it gets points, and not their words."""
+
+    @abstractmethod
+    def train(self, points: Sequence[Point], first: int) -> Iterator[JobReturn]:
+        """Trains points, the first of this number, and yields how each one ended."""
+
+
+def error_of(end: JobReturn) -> OneLineError | None:
+    """Returns the error of a job; None of one that has not failed."""
+    if end.status != JobStatus.FAILED:
+        return None
+    error = end._return_value
+    if isinstance(error, OneLineError):
+        return error
+    return PlainError(first_line(error))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Points in their order, and the studies that they are the runs of; none, of swept keys."""
+
+    points: list[Point]
+    parts: list[Part] = field(default_factory=list)
+    is_whole: bool = True  # all points that the words name are here: there will be a table
+
+    @classmethod
+    def over_keys(cls, words: Sequence[str]) -> "Sweep":
+        """Every value of these words by every other."""
+        return cls([planned_point(each) for each in expand(words)])
+
+    @classmethod
+    def of_study(cls, own: StudyWords, words: Sequence[str]) -> "Sweep":
+        """The runs of a study, with `words` as overrides of all of them."""
+        words = [readable(word) for word in words]
+        for word in words:
+            if key_of(word) == "seed":
+                raise UserError(f"{word}: must be seeds=N, from the study's first_seed on")
+        return cls(*planned(own.study, own.seeds, own.scale, words))
+
+    def only(self, task: int | None) -> "Sweep":
+        """The point of this number alone; all of them for None."""
+        if task is None:
+            return self
+        if task >= len(self.points):
+            raise UserError(f"task={task}: must be 0 to {len(self.points) - 1}")
+        return replace(self, points=[self.points[task]], is_whole=False)
+
+    def check(self) -> None:
+        """Raises UserError for a point that cannot run, before the first one starts."""
+        check(self.points)
+
+    def launch(self, launcher: Launcher, first: int = 0) -> list[OneLineError]:
+        """Lets a launcher train the points, from this number on, and returns their errors."""
+        errors = []
+        try:
+            if isinstance(launcher, PointLauncher):
+                ends = launcher.train(self.points, first)
+            else:
+                ends = iter(launcher.launch([point.words_of_job for point in self.points], first))
+            for point, end in zip(self.points, ends, strict=True):
+                error = error_of(end)
+                # another process may have held the lock, and finished the run meanwhile
+                is_done = isinstance(error, UserError) and point.folder.is_finished()
+                if error is not None and not is_done:
+                    errors.append(error)
+        except KeyboardInterrupt as interrupt:
+            errors.append(self.interrupted_by(interrupt))
+        return errors
+
+    def interrupted_by(self, interrupt: KeyboardInterrupt) -> Interrupted:
+        """Returns the error of a sweep that a signal has ended."""
+        line = f"interrupted; {self.points[0].config.how_to_continue}"
+        return Interrupted(str(interrupt) or line)
+
+    def conclude(self, errors: Sequence[OneLineError]) -> None:
+        """Tells errors, writes the tables, and ends the program unless all runs are finished."""
+        for error in errors:
+            warn(f"{program()}: {error}")
+        runs = self.write_tables()
+        if errors or any(run.status != "finished" for run in runs):
+            sys.exit(max((error.status for error in errors), default=1))
+
+    def write_tables(self) -> list["Run"]:
+        """Prints and writes the tables, and says what has become of the runs, which it returns.
+
+        Their folders tell it. Where only one of the points is trained there is no table.
+        """
+        runs = [run_of(point) for point in self.points]
+        if not self.is_whole:
+            return runs
+        written = self._write([run for run in runs if run.status != NOT_STARTED])
+        if written:
+            say(f"\nwritten to {', '.join(map(str, written))}; .csv has the numbers")
+        counts = Counter(run.status for run in runs)
+        finished = counts.pop("finished", 0)
+        others = [f", {count} {status}" for status, count in counts.items()]
+        say(f"{finished} of {len(runs)} runs are finished{''.join(others)}")
+        return runs
+
+    def _write(self, begun: Sequence["Run"]) -> list[Path]:
+        """Prints and writes the tables of the runs that have begun, and returns their files."""
+        from reproduction.studies.plots import draw_runs  # imports matplotlib
+        from reproduction.studies.rows import study_table, sweep_table
+
+        outputs = Path(self.points[0].config.output_root)
+        tables = [study_table(part, begun, outputs) for part in self.parts]
+        if not self.parts and any(run.status != "unusable" for run in begun):
+            tables = [sweep_table(self.points, begun)]
+        files = []
+        for table in tables:
+            if table.counted.runs or table.extras or not self.parts:
+                say(f"\n# {table.title}\n\n{table.markdown(is_short=True)}")
+                files.append(table.write(outputs))
+                if not self.parts and draw_runs(table, files[0].with_suffix(".png")):
+                    files.append(files[0].with_suffix(".png"))
+        if files and any(part.name in PAPERS for part in self.parts):
+            from reproduction.studies.page import write_page  # imports torch
+
+            files.append(write_page(self.parts, tables, outputs))
+        return files
+
+    def listing(self) -> str:
+        """Returns a line for each run, how many have which status, and their folders.
+
+        What it lists starts: all points are checked, and what only this machine lacks is told.
+        UserError for what cannot run.
+        """
+        import pandas as pd
+
+        from reproduction.studies.runs import ON_TEST
+        from reproduction.studies.table import as_markdown, formatted
+
+        shared = set.intersection(*({*point.words} for point in self.points))
+        rows, folders = [], []
+        counts = Counter[str]()
+        for task, point in enumerate(self.points):
+            run = run_of(point)
+            row = {
+                "task": str(task),
+                "row": point.label or swept_text(point, shared),
+                "seed": str(point.config.seed),
+                "status": run.status_text,
+                "top-1 [%]": formatted(run.numbers.get(ON_TEST.name), ".2f"),
+            }
+            rows.append(row)
+            folders.append(f"{task}: {run.path}")
+            counts[run.status] += 1
+        lacks = [f"not here: {text}" for text in check(self.points, is_dry=True)]
+        total = "1 run" if len(rows) == 1 else f"{len(rows)} runs"
+        each = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+        table = as_markdown(pd.DataFrame(rows))
+        return "\n".join([table, "", *folders, "", *lacks, f"{total}: {each}"])
+
+
+def swept_text(point: Point, shared: set[str]) -> str:
+    """Returns what distinguishes a point of a sweep, but for its seed."""
+    texts = []
+    for word in point.words:
+        key, _, value = word.partition("=")
+        if key != "seed" and word not in shared:
+            texts.append(f"{last_part(key)}={value}")
+    return ",".join(texts)
+
+
+def run_of(point: Point) -> "Run":
+    """Returns what has become of a point; its folder may also hold another run."""
+    from reproduction.studies.runs import Run, read_run
+
+    folder = point.folder
+    if folder.is_run():
+        run = read_run(folder)
+        is_ours = (run.row_hash, run.seed) == (row_hash(point.config), point.config.seed)
+        if is_ours or run.status == "unusable":
+            return run
+    return Run(path=folder.path, status=NOT_STARTED, status_text=NOT_STARTED)
+
+
+def check_choice(points: Sequence[Point], sweeper: str) -> None:
+    """Raises UserError if a sweeper that chooses settings would choose them on the test set."""
+    from reproduction.data.sources import opened  # imports torch
+
+    if sweeper.startswith(GRIDS):
+        return
+    for point in points:
+        if opened(point.config.dataset).validation is None:
+            reason = "chooses settings, and so needs a validation split: dataset.validation=0.1"
+            raise UserError(f"hydra.sweeper={sweeper}: {reason}")
+
+
+# --- the check of points ------------------------------------------------------------------------
+
+
+def check(points: Sequence[Point], is_dry: bool = False) -> list[str]:
+    """Checks all that runs do before their first step; UserError for what cannot run.
+
+    Returns what this machine lacks, if the run is dry.
+    """
+    checks = Checks(is_dry)
+    names = Counter(str(point.folder.path) for point in points)
+    path, number = names.most_common(1)[0]
+    if number > 1:
+        raise UserError(f"name={path}: {number} points share it; name='x-${{KEY}}' names each")
+    for point in points:
+        with env_override({**point.environment}):  # which the code that opens data may read
+            checks.check_folder(point)
+            if not point.folder.is_finished():
+                checks.check_run(point.config)
+    return [*checks.lacks]
+
+
+@dataclass
+class Checks:
+    """Checks run after run; those that differ in their seed alone are checked once."""
+
+    is_dry: bool
+    lacks: dict[str, None] = field(default_factory=dict)  # in their order, each once
+    checked: set[str] = field(default_factory=set)
+
+    def check_folder(self, point: Point) -> None:
+        """Checks that the folder can be used, and that its run is of the same data."""
+        from reproduction.data.sources import opened, record  # imports torch
+
+        config, folder = point.config, point.folder
+        folder.check(config)
+        if not folder.is_taken():  # what has begun may go on
+            check_new(config)
+        if config.resume == "auto":
+            for other in find(config):
+                if other.path != folder.path:
+                    warn(f"{folder.path}: {other.path} holds the same run, and is left as it is")
+        if folder.read_summary().get("data") and self.has_images(config.dataset):
+            folder.check_data(record(opened(config.dataset), config.model.weights))
+
+    def check_run(self, config: Config) -> None:
+        """Checks the device, the images and the model."""
+        from reproduction.models.build import try_pass, without_weights  # imports torch
+        from reproduction.training.run import check_start
+
+        setting = f"{row_hash(config)} {config.device} {config.compile}"
+        if setting in self.checked or not is_first_rank():
+            return
+        self.checked.add(setting)
+        self.check_device(config)
+        if self.is_dry and isinstance(config.model, ViT):  # its first weights are a download
+            config = replace(config, model=replace(config.model, pretrained=None))
+        if self.has_images(config.dataset):
+            check_start(config)
+        else:
+            try_pass(without_weights(config.model), config.augmentation, CLASSES)
+
+    def check_device(self, config: Config) -> None:
+        from reproduction.training.ranks import resolve_device  # imports torch
+
+        try:
+            resolve_device(config.device, config.devices, config.recipe.precision, config.compile)
+        except UserError as error:
+            if not self.is_dry or config.device == "cpu":
+                raise
+            self.lacks[str(error)] = None
+
+    def has_images(self, dataset: Dataset) -> bool:
+        """Whether images can be opened; training fails for their lack, or downloads them."""
+        if not self.is_dry:
+            return True
+        lack = lack_of(dataset)
+        if lack is not None:
+            self.lacks[lack] = None
+        return lack is None
+
+
+def lack_of(dataset: Dataset) -> str | None:
+    """What this machine lacks of a data set: the folder of its images, or a module."""
+    from reproduction.data.sources import opened  # imports torch
+
+    if dataset.root is not None:
+        place = Path(dataset.root, PLACES.get(dataset.source, ""))
+        if not place.exists():
+            return f"dataset.root={dataset.root}: {dataset.name} is not here"
+    try:
+        opened(dataset)
+    except UserError as error:
+        if isinstance(error.__cause__, ModuleNotFoundError):
+            return str(error)
+        raise
+    return None

@@ -1,0 +1,378 @@
+"""What a command knew at its beginning it knows at its end: keys, rows, files, words."""
+
+import json
+import os
+import shlex
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+from hydra._internal.utils import get_args_parser
+
+from tests.doors import (
+    ROOT,
+    SHORT,
+    SMALL,
+    Run,
+    assert_refused,
+    assert_succeeded,
+    cells,
+    config_of,
+    runs,
+    script,
+    train,
+    trained,
+)
+from tests.images import OWN, disturbed
+from tests.reproduction.finished import write
+
+pytestmark = pytest.mark.usefixtures("here")
+ONE = (SMALL, "recipe.epochs=1", "recipe.max_steps=1")
+TAU = "augmentation.htm.tau"
+LIMIT = "dataset.limit"
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of one step, whose files are the models of all others here."""
+    root = tmp_path_factory.mktemp("sweep")
+    return trained(SMALL, "augmentation=[htm]", "recipe.max_steps=1", root=root)
+
+
+def several(model: Run, name: str, settings: dict[str, Any], top1: float) -> None:
+    """Writes four runs of a row."""
+    for seed in range(4):
+        write(model, f"{name}-{seed}", settings, seed, top1_last=top1 + 0.1 * seed**2 * top1)
+
+
+def composed(model: Run, name: str, *words: str, top1: float = 50.0) -> None:
+    """Writes four runs of these words."""
+    for seed in range(4):
+        folder = write(model, f"{name}-{seed}", {}, seed, top1_last=top1 + seed**2)
+        config = asdict(config_of(SMALL, words)) | {"seed": seed}
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+def table(*words: str) -> tuple[pd.DataFrame, str]:
+    """The numbers of the runs in outputs/, and the table as text."""
+    result = script("runs", "outputs", "--csv", "numbers.csv", words)
+    assert_succeeded(result)
+    return pd.read_csv("numbers.csv"), result.out
+
+
+# --- rows keep their settings, as values --------------------------------------------------------
+
+
+def test_rows_that_differ_in_another_key_are_not_compared(model: Run):
+    """Of the other key one has null: that is a value."""
+    several(model, "base", {TAU: 1.0, LIMIT: None}, 60.0)
+    several(model, "ours", {TAU: 2.0, LIMIT: 60}, 50.0)
+    numbers, text = table("--against", "tau=1")
+    assert numbers.difference.isna().all()
+    assert "not compared" in text
+    assert "null" in text
+    several(model, "right", {TAU: 1.0, LIMIT: 60}, 55.0)
+    numbers, text = table("--against", "tau=1")
+    (row,) = [row for row in numbers.to_dict("records") if row[TAU] == 2]
+    right = numbers[(numbers[TAU] == 1) & (numbers[LIMIT] == 60)]
+    assert row["difference"] == pytest.approx(row["mean"] - right["mean"].item())
+
+
+def test_a_name_that_two_settings_share_is_refused_with_both(model: Run):
+    composed(model, "both", "augmentation=[mixup,cutmix]", "augmentation.mixup.alpha=0.8")
+    composed(model, "other", "augmentation=[mixup,cutmix]", "augmentation.mixup.alpha=0.4")
+    result = script("runs", "outputs", "--against", "alpha=0.8")
+    assert_refused(result, "augmentation.mixup.alpha", "augmentation.cutmix.alpha")
+    _, text = table("--against", "mixup.alpha=0.8")
+    assert "compared with" in text
+
+
+def test_what_comes_with_a_name_is_shown_if_it_could_be_another(model: Run):
+    """tau applies to both rows, so they differ in it as well, and are no pair."""
+    composed(model, "htm", "augmentation=[htm]", f"{TAU}=0.2")
+    composed(model, "both", "augmentation=[mixup,htm]", f"{TAU}=2", top1=70.0)
+    numbers, text = table("--against", "mixing=htm")
+    titles, *rows = cells(text)
+    assert "tau" in titles
+    assert {row[titles.index("tau")] for row in rows} == {"0.2", "2"}
+    assert numbers.difference.isna().all()
+
+
+def test_a_method_is_compared_with_its_absence(model: Run):
+    """Its settings do not apply to the other row: they are no difference of their own."""
+    composed(model, "none", "augmentation=[]")
+    composed(model, "htm", "augmentation=[htm]", f"{TAU}=0.2", top1=70.0)
+    numbers, _ = table("--against", "mixing=none")
+    assert numbers.difference.notna().sum() == 1
+
+
+def test_columns_have_names_that_are_unique(model: Run):
+    words = ("model=timm", "model.architecture=resnet18", "model.image_size=32")
+    words = tuple(word for word in words if "embed" not in word)
+    for name, n in (("a", 1), ("b", 2)):
+        folder = write(model, name, {}, top1_last=50.0 + n)
+        options = (f"+model.options.n={n}", f"+dataset.options.n={n + 2}")
+        config = asdict(config_of(words, options, "augmentation=[]"))
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    _, text = table()
+    titles, *rows = cells(text)
+    assert titles[: titles.index("n")] == ["model.options.n", "dataset.options.n"]
+    assert [row[:2] for row in rows] == [["1", "3"], ["2", "4"]]
+
+
+# --- an override of all rows ---------------------------------------------------------------------
+
+ROWS = f"""
+title: Mine
+overrides: [{", ".join(ONE[0])}, recipe.epochs=1, recipe.max_steps=1]
+rows:
+  low: [recipe.lr=0.001]
+  high: {{overrides: [recipe.lr=0.002], against: low}}
+seeds: 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("study", "word", "row"),
+    [
+        ("table4", "augmentation.htm.detector=random", "without_tokens"),
+        ("sweep-tau", "augmentation.htm.tau=inf", "sweep"),
+        ("table4", "augmentation.htm={detector:random}", "without_"),
+        ("table5", "augmentation=[]", "none"),
+        ("mine.yaml", "++recipe.lr=0.1", "low"),
+    ],
+)
+def test_a_key_that_a_row_is_about_cannot_be_set_for_all(study: str, word: str, row: str):
+    Path("mine.yaml").write_text(ROWS)
+    assert_refused(script("reproduce", study, word, "dry_run=1"), word, row)
+    assert_refused(script("report", "--study", study, word), word, row)
+
+
+def test_an_override_that_makes_one_run_of_two_rows_is_refused():
+    """Their keys differ, but what they choose is what the override sets."""
+    Path("own/experiment").mkdir(parents=True)
+    for name, rate in (("low", 0.001), ("high", 0.002)):
+        text = f"# @package _global_\nrecipe: {{lr: {rate}}}\n"
+        Path(f"own/experiment/{name}.yaml").write_text(text)
+    rows = {"low": ["experiment=low"], "high": ["experiment=high"]}
+    Path("mine.yaml").write_text(yaml.safe_dump({"title": "Mine", "rows": rows}))
+    words = ("mine.yaml", f"hydra.searchpath=[file://{Path.cwd()}/own]", "dry_run=1")
+    assert_succeeded(script("reproduce", words, "recipe.epochs=3"), "6 runs:")
+    result = script("reproduce", words, "recipe.lr=0.1")
+    assert_refused(result, "recipe.lr=0.1", "mine/low", "mine/high")
+
+
+def test_another_override_is_said_above_the_table():
+    Path("mine.yaml").write_text(ROWS)
+    assert_succeeded(script("reproduce", "mine.yaml", "recipe.weight_decay=0.5"))
+    (page,) = Path("outputs/report").glob("*.md")
+    assert "With `recipe.weight_decay=0.5`; seeds 0." in page.read_text()
+
+
+# --- the study is read once ----------------------------------------------------------------------
+
+RENAMING = """
+from pathlib import Path
+from reproduction.data import sources
+
+def load(**options):
+    path = Path("mine.yaml")
+    path.write_text(path.read_text().replace("high", "other"))
+    return sources.digits(**options)
+"""
+
+
+def test_a_study_that_changes_while_it_runs_is_the_one_that_began(monkeypatch: Any):
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    Path("renaming.py").write_text(RENAMING)
+    rows = ROWS.replace("[model", "[dataset=custom, 'dataset.source=renaming:load', model")
+    Path("mine.yaml").write_text(rows.replace("seeds: 1", "seeds: 3"))
+    assert_succeeded(script("reproduce", "mine.yaml"), "6 of 6 runs are finished")
+    assert "other" in Path("mine.yaml").read_text()
+    (path,) = Path("outputs/report").glob("*.csv")
+    numbers = pd.read_csv(path)
+    top1 = numbers[numbers.outcome == "top1"].set_index("row")
+    assert top1.loc["high", "pairs"] == 3
+
+
+# --- names of files ------------------------------------------------------------------------------
+
+
+def report_files(*words: str, **more: Any) -> set[str]:
+    """The files of the report that a command has written."""
+    shutil.rmtree("outputs/report", ignore_errors=True)
+    assert_succeeded(script("reproduce", words))
+    return {path.name for path in Path("outputs/report").iterdir()}
+
+
+def test_studies_of_one_stem_have_files_of_their_own():
+    found: list[set[str]] = []
+    for place in ("a/mine", "b/mine", "table1"):
+        Path(place).parent.mkdir(exist_ok=True)
+        Path(f"{place}.yaml").write_text(ROWS)
+        found.append(report_files(f"{place}.yaml"))
+        assert report_files(f"{place}.yaml") == found[-1]
+    assert not found[0] & found[1]
+    assert "table1.md" not in found[2]
+    assert not any(name.endswith(".html") for names in found for name in names)
+
+
+# --- words ---------------------------------------------------------------------------------------
+
+
+def test_words_mean_the_same_with_and_without_a_sweep():
+    words = ("++recipe.transforms={hflip:0.25}", "++recipe.transforms={color_jitter:0.125}", ONE)
+    one = trained(words, name="one").config
+    assert_succeeded(train("-m", words, "name=many"))
+    many = Run("outputs/many").config
+    assert many["recipe"] == one["recipe"]
+    assert many["recipe"]["transforms"]["hflip"] == 0.25
+    assert many["recipe"]["transforms"]["color_jitter"] == 0.125
+
+
+def test_a_later_value_replaces_a_list_of_values():
+    assert_succeeded(train("-m", "seed=1,2", "seed=3", "dry_run=1"), "1 run:", "-s3-")
+    assert_succeeded(train("-m", "seed=3", "seed=1,2", "dry_run=1"), "2 runs:", "-s1-", "-s2-")
+
+
+@pytest.fixture
+def conf(here: Path) -> Path:
+    """A configuration of one's own, which is the project's with another seed."""
+    folder = here / "conf of mine"
+    shutil.copytree(ROOT / "conf", folder)
+    path = folder / "train.yaml"
+    path.write_text(path.read_text().replace("\nseed: 0", "\nseed: 5"))
+    return folder
+
+
+@pytest.mark.parametrize("jobs", [[], ["-m"], ["-m", "jobs=2"]], ids=["run", "sweep", "processes"])
+def test_the_files_of_a_command_reach_its_jobs_and_its_record(conf: Path, jobs: list[str]):
+    assert_succeeded(train("--config-path", str(conf), jobs, "name=mine", ONE))
+    run = Run("outputs/mine")
+    assert run.config["seed"] == 5
+    again = shlex.split(run.summary["command"])
+    assert again[:2] == ["python", "train.py"]
+    shutil.move("outputs/mine", "first")
+    assert_succeeded(train(again[2:]))
+    assert Run("outputs/mine").config == run.config | Run("first").config
+
+
+def test_every_flag_of_hydra_is_known():
+    """A flag that chooses files must reach the jobs; the others end, or say how to run."""
+    flags = {action.dest for action in get_args_parser()._actions if action.nargs is None}
+    choosing = {"config_path", "config_name", "config_dir"}
+    assert flags == choosing | {"cfg", "package", "experimental_rerun"}
+
+
+REPLACED = """
+import sys
+if sys.orig_argv[-1].startswith("planned="):
+    sys.argv.append("recipe.lr=9")
+    sys.orig_argv.append("recipe.lr=9")
+"""
+
+
+def test_a_process_that_would_train_another_run_refuses(monkeypatch: pytest.MonkeyPatch):
+    Path("sitecustomize.py").write_text(REPLACED)
+    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:{os.environ.get('PYTHONPATH', '')}")
+    result = train("-m", "jobs=2", "seed=0,1", ONE)
+    assert result.status == 2
+    assert len(result.lines) == 2
+    assert result.err.count("planned=") == 2
+    assert "0 of 2 runs are finished" in result.out
+    assert runs() == []
+
+
+# --- jobs as Hydra runs them ---------------------------------------------------------------------
+
+WATCHING = """
+import json, os
+from hydra.experimental.callback import Callback
+
+class Watch(Callback):
+    def note(self, what, config):
+        with open("noted", "a") as file:
+            line = [what, str(config.hydra.mode), config.seed, [*config.hydra.overrides.task]]
+            file.write(json.dumps(line) + "\\n")
+
+    def on_job_start(self, config, **kwargs):
+        self.note("start", config)
+
+    def on_job_end(self, config, job_return, **kwargs):
+        self.note(f"end {job_return.status.name}", config)
+
+def load(**options):
+    from reproduction.data import sources
+    with open("opened", "a") as file:
+        file.write(os.environ["OF_THE_JOB"] + "\\n")
+    return sources.digits(**options)
+"""
+JOBS = {
+    "run": ([], ["RunMode.RUN"]),
+    "in turn": (["-m", "seed=0,1"], ["RunMode.MULTIRUN"] * 2),
+    "processes": (["-m", "jobs=2", "seed=0,1"], ["RunMode.RUN"] * 2),
+    "another launcher": (["-m", "seed=0,1", "hydra/launcher=basic"], ["RunMode.MULTIRUN"] * 2),
+    "another sweeper": (["-m", "seed=0,1", "hydra/sweeper=basic"], ["RunMode.MULTIRUN"] * 2),
+}
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_jobs_have_their_environment_and_callbacks(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """Data are opened in the environment of their job, also by the check before it."""
+    Path("watching.py").write_text(WATCHING)
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:{os.environ.get('PYTHONPATH', '')}")
+    words, modes = JOBS[kind]
+    own = ("dataset=custom", "dataset.source=watching:load", "dataset.workers=0")
+    hydra = ("+hydra.callbacks.watch._target_=watching.Watch", "+hydra.job.env_set.OF_THE_JOB=x")
+    assert_succeeded(train(words, own, hydra, ONE))
+    noted = [json.loads(line) for line in Path("noted").read_text().splitlines()]
+    starts = [line for line in noted if line[0] == "start"]
+    assert [line[1] for line in starts] == modes
+    assert sorted(line[2] for line in starts) == [*range(len(modes))]
+    assert [line[0] for line in noted].count("end COMPLETED") == len(modes)
+    for _, _, seed, typed in starts:
+        assert f"seed={seed}" in typed or kind == "run"
+    assert set(Path("opened").read_text().split()) == {"x"}
+    assert "OF_THE_JOB" not in os.environ
+    if kind != "another sweeper":  # which writes the configuration of its sweep
+        assert not Path("outputs/.sweeps").exists()
+
+
+@pytest.mark.parametrize("launcher", [[], ["hydra/launcher=basic"]], ids=["ours", "another"])
+def test_a_sweeper_that_is_not_ours_ends_in_its_table_after_a_failed_run(launcher: list[str]):
+    words = ("-m", "hydra/sweeper=basic", launcher, "recipe.lr=1e30,0.001", SMALL)
+    result = train(words, "recipe.epochs=1")
+    assert result.status == 1
+    assert "1 of 2 runs are finished, 1 failed" in result.out
+    assert "is kept as failed" in result.err
+    assert "report/lr-" in result.out
+    assert [path.name for path in Path("outputs/.sweeps").glob("*/*")] == ["multirun.yaml"]
+
+
+@pytest.mark.parametrize("launcher", [[], ["hydra/launcher=basic"]], ids=["ours", "another"])
+def test_a_sweeper_that_is_not_ours_ends_in_its_table_after_ctrl_c(launcher: list[str]):
+    words = ("-m", "hydra/sweeper=basic", launcher, "seed=0,1", OWN, SHORT, "resume=auto")
+    with disturbed("SIGINT", at=70):
+        result = train(words)
+    assert result.status == 130
+    assert "0 of " in result.out
+    assert "1 interrupted" in result.out
+    assert "repeat the command" in result.err
+    assert_succeeded(train(words), "2 of 2 runs are finished")
+
+
+def test_a_launcher_that_a_single_point_chooses_is_refused():
+    """Its sweep has begun with another one."""
+    Path("my/experiment").mkdir(parents=True)
+    text = "# @package _global_\ndefaults:\n  - override /hydra/launcher: basic\n"
+    Path("my/experiment/own.yaml").write_text(text)
+    words = ("-m", "--config-dir", "my", "dry_run=1")
+    assert_refused(train(words, "experiment=own,table1/cifar10_htm"), "hydra/launcher")
+    assert_succeeded(train(words, "experiment=own"), "1 run:")
+    assert_refused(train(words, "experiment=own", "jobs=2"), "jobs=2", "BasicLauncher")
+    assert [*Path().iterdir()] == [Path("my")]
