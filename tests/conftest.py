@@ -142,9 +142,13 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+class Runs(list[int]):
+    """Counts; a plain list would be state of a block, which is to change once in a step."""
+
+
 def runs_of(modules: Iterable[nn.Module]) -> list[int]:
     """How often each module has run, which goes on counting."""
-    runs: list[int] = []
+    runs = Runs()
 
     def count(index: int, *_: Any) -> None:
         runs[index] += 1

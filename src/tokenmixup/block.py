@@ -111,6 +111,7 @@ class Memory:
     tokens: list[Tensor] = field(default_factory=list)  # of each source, b kappa d
     # theirs in 0..n-1, b kappa: what masks and rotary positions know a token by
     indices: list[Tensor] = field(default_factory=list)
+    shapes: list[torch.Size] = field(default_factory=list)  # n d of all tokens of a source
 
 
 def check_tokens(plan: Plan, args: tuple[Any, ...], b: int, width: int | None = None) -> None:
@@ -125,6 +126,16 @@ def check_tokens(plan: Plan, args: tuple[Any, ...], b: int, width: int | None = 
         if width is not None:
             needs += f", with d = Adapter.embed_dim = {width}"
         raise ValueError(f"{plan.name} gets {found}: {needs}")
+
+
+def check_memory(entry: BlockInput, memory: Memory) -> None:
+    """Raises Refused for sources with other tokens, of which a place or a width is another one."""
+    shape = entry.flat_tokens.shape[1:]
+    for found in memory.shapes:
+        if found != shape:
+            of_source = f"a source of VTM with {list(found)}"
+            must = "must have as many tokens, of one width"
+            raise Refused(f"{entry.name} gets tokens {list(shape)}, {of_source}: {must}")
 
 
 def run_watched(
@@ -157,12 +168,12 @@ def run_to_attention(forward: Forward, entry: BlockInput, of_memory: bool = Fals
     return watching
 
 
-def attended_of(forward: Forward, entry: BlockInput) -> Attended:
+def attended_of(forward: Forward, entry: BlockInput, of_memory: bool = False) -> Attended:
     """Returns the keys and values of a block's tokens.
 
     Raises Refused unless it calls scaled_dot_product_attention or torch's multi-head attention.
     """
-    watching = run_to_attention(forward, entry, of_memory=True)
+    watching = run_to_attention(forward, entry, of_memory)
     if watching.attended is None:
         raise Refused(f"{entry.name} {NOT_FUSED}")
     watching.check()
@@ -179,19 +190,25 @@ def attended_of_memory(forward: Forward, entry: BlockInput, memory: Memory) -> A
     tokens = torch.cat([entry.tokens[:, :prefix], *memory.tokens], dim=1)
     indices = torch.cat(memory.indices, dim=1)
     kwargs = entry.kwargs
-    if kwargs.get("rope") is not None:  # timm's EVA, DINOv3 and others: rotary positions
-        kwargs = {**kwargs, "rope": _rope_at(kwargs["rope"], indices, prefix)}
-    alone = replace(entry, args=(tokens, *entry.args[1:]), kwargs=kwargs)
+    rope = kwargs.get("rope")
+    if rope is not None:  # timm's EVA, DINOv3 and others: rotary positions
+        if not isinstance(rope, Tensor):
+            must = "with VTM it must be one tensor, sines, then cosines: .. t 2e"
+            raise Refused(f"{entry.name} gets rope={type(rope).__name__}: {must}")
+        kwargs = {**kwargs, "rope": _rope_at(rope, indices, prefix)}
     generators = entry.sight.generators
+    # of other calls that the proof has seen, none has the shape of a memory's map
+    sight = entry.sight._replace(call=1, maps=1)
+    alone = replace(entry, args=(tokens, *entry.args[1:]), kwargs=kwargs, sight=sight)
     if not generators:
-        keys, values = attended_of(forward, alone)
+        keys, values = attended_of(forward, alone, of_memory=True)
     elif torch.compiler.is_compiling():
         raise Refused(
             f"{entry.name} draws in front of its attention: with VTM it is no part of one graph"
         )
     else:
         with unchanged(*generators):
-            keys, values = attended_of(forward, alone)
+            keys, values = attended_of(forward, alone, of_memory=True)
     return AttendedMemory(keys[..., prefix:, :], values[..., prefix:, :], indices)
 
 

@@ -10,9 +10,13 @@ from torch import nn
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Sets evaluation mode, then restores the mode of every submodule."""
+    """Sets evaluation mode, then restores the mode of every submodule.
+
+    By their flags: `eval()` may do more, such as merge low-rank weights into others.
+    """
     modes = [(part, part.training) for part in module.modules()]
-    module.eval()
+    for part, _ in modes:
+        part.training = False
     try:
         yield
     finally:

@@ -16,6 +16,7 @@ from tokenmixup.block import (
     Forward,
     Memory,
     Plan,
+    check_memory,
     check_tokens,
     checked_tokens,
     run_watched,
@@ -188,6 +189,8 @@ class Pass:
         Returns its output, and its map if that is kept.
         """
         memory = self.memories.get(plan.index)
+        if memory is not None:
+            check_memory(entry, memory)
         # also after a detector: its run ended at the first map, so only this one can find a second
         reads_map = bool(plan.feeds or entry.watched) or memory is not None
         if not reads_map or plan.adapter.saliency is not None:
@@ -217,6 +220,7 @@ class Pass:
             memory = self.memories.setdefault(layer, Memory())
             memory.tokens.append(tokens)
             memory.indices.append(indices)
+            memory.shapes.append(entry.flat_tokens.shape[1:])
 
     def embed(
         self, forward: Forward, embedding: nn.Module, args: tuple[Any, ...], kwargs: Any

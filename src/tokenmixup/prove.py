@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from tokenmixup.adapters import is_sharded
 from tokenmixup.block import BlockInput, Plan
@@ -122,6 +123,8 @@ def check_parts(plan: Plan) -> None:
     """Raises ValueError for a scripted block, and for a batch norm in a block of HTM or VTM."""
     if isinstance(plan.block, torch.jit.ScriptModule):
         raise ValueError(f"{plan.name} is TorchScript, whose attention nobody sees")
+    if any(map(is_lazy, plan.block.parameters())):
+        raise ValueError(f"{plan.name} has a lazy layer: run the model once in evaluation first")
     if plan.htm is None and plan.vtm is None:
         return
     for part in plan.block.modules():

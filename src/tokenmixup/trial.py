@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tokenmixup.attention import AttentionMap
 from tokenmixup.block import (
@@ -30,12 +31,11 @@ from tokenmixup.block import (
     attended_of,
     attended_of_memory,
     checked_tokens,
-    run_to_attention,
     run_watched,
 )
 from tokenmixup.contexts import evaluating
-from tokenmixup.kept import GENERATORS, Held, Kept, generators_of
-from tokenmixup.watch import Refused, Sight, at_places
+from tokenmixup.kept import GENERATORS, Kept, Left, ends_alike, generators_of, unchanged
+from tokenmixup.watch import MUST_BE_ONE, Refused, Sight, at_places
 
 TOLERANCE = 1e-3  # of the largest value; rounding is 1e-6, or 5e-4 in TF32
 ROUNDINGS = 8  # of values of the block's dtype, which are allowed where that is more
@@ -43,16 +43,28 @@ RUNS = 8  # which show whether a block draws from somewhere unknown
 SAMPLES = 4  # whose maps are compared
 MOST_ELSEWHERE = 0.5  # what another token may change, of what it changes in its row and column
 LEAST_TOKENS = 4  # of which a map can be told from its shape
-BESIDE = "the keys and values of its tokens depend on the tokens beside them"
+BESIDE = (
+    "the keys and values of its tokens depend on the tokens beside them or on their places; of "
+    "positions VTM serves the rotary ones that a block gets as rope=, one tensor"
+)
+STILL_NEEDED = "TokenMixup still needs them, use x = x + ..."
+RUNS_TWICE = "which HTM and VTM run more than once: do that behind it or outside of the block"
+STREAM = "HTM cannot mix a second stream of the samples' tokens"
 Result = TypeVar("Result")
 
 
+@torch.compiler.disable
 def prove_block(plan: Plan, entry: BlockInput) -> Sight:
     """Returns what passes must know of a block; `entry`: its input, random tokens replace its own.
 
     Raises Refused with one line if a property does not hold.
     """
-    with torch.compiler.set_stance("force_eager"):  # compiles nothing for these runs
+    generators = generators_of(entry.tokens.device)
+    eager = torch.compiler.set_stance("force_eager")  # compiles nothing for these runs
+    with eager, unchanged(*generators):
+        for generator in generators:
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(0)  # what is proved is no matter of chance
         trial = Trial(plan, entry)
         # `_values` gives tied parameters one value; torch's own way would restore them wrongly
         sight: Sight = torch.func.functional_call(trial, _values(trial), (), tie_weights=False)
@@ -68,8 +80,9 @@ def _values(trial: nn.Module) -> dict[str, Tensor]:
     for path, part in trial.named_modules():
         for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) not in drawn:
-                drawn[id(parameter)] = _around(parameter.detach(), generator)
-                drawn[id(parameter)].requires_grad_(parameter.requires_grad)
+                around = _around(parameter.detach(), generator)
+                drawn[id(parameter)] = nn.Parameter(around, parameter.requires_grad)
+                vars(drawn[id(parameter)]).update(vars(parameter))
             values[f"{path}.{name}"] = drawn[id(parameter)]
         for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
             values[f"{path}.{name}"] = buffer.detach().clone()
@@ -91,15 +104,9 @@ def _around(parameter: Tensor, generator: torch.Generator) -> Tensor:
     return around.to(parameter.dtype)
 
 
-def _leaves(given: Any) -> Any:
-    """Returns arguments without the graph that they come from."""
-    if isinstance(given, Tensor):
-        return given.detach().requires_grad_(given.requires_grad)
-    if type(given) in (tuple, list):
-        return type(given)(_leaves(x) for x in given)
-    if type(given) is dict:
-        return {name: _leaves(x) for name, x in given.items()}
-    return given
+def _leaf(x: Tensor) -> Tensor:
+    """Returns a copy without the graph that a tensor comes from."""
+    return x.detach().clone().requires_grad_(x.requires_grad)
 
 
 def _is_of_tokens(before: Tensor, after: Tensor, is_new: Tensor) -> bool:
@@ -163,10 +170,14 @@ class Trial(nn.Module):
         self.tolerance = max(TOLERANCE, ROUNDINGS * torch.finfo(dtype_of(entry.tokens)).eps)
         self.entry = replace(
             entry,
-            args=(self.x, *_leaves(entry.args[1:])),
-            kwargs=_leaves(dict(entry.kwargs)),
+            args=(self.x, *tree_map_only(Tensor, _leaf, entry.args[1:])),
+            kwargs=tree_map_only(Tensor, _leaf, dict(entry.kwargs)),
             sight=Sight(),
         )
+
+    def entry_of(self, tokens: Tensor) -> BlockInput:
+        """Returns an input that a block may change in place, as it may that of training."""
+        return self.entry.with_tokens(tokens.clone())
 
     def draw(self, shape: Sequence[int]) -> Tensor:
         drawn = torch.empty(shape, dtype=self.like.dtype, device=self.like.device)
@@ -177,8 +188,9 @@ class Trial(nn.Module):
 
         In evaluation, if a block draws from somewhere unknown: each run would draw other numbers.
         """
-        self.generators = generators_of(self.like.device)
-        self.kept = Kept(self.block, *self.generators)
+        cached = torch.nn.utils.parametrize._cache
+        given = [self.entry.args, self.entry.kwargs]
+        self.kept = Kept(self.block, given, cached, *generators_of(self.like.device))
         try:
             return self.proved()
         except Refused:
@@ -189,14 +201,18 @@ class Trial(nn.Module):
         return self.proved()
 
     def output(self) -> list[Tensor]:
-        out = self.block.forward(*self.entry.args, **self.entry.kwargs)
+        entry = self.entry_of(self.x)
+        out = self.block.forward(*entry.args, **entry.kwargs)
+        if not torch.equal(entry.tokens, self.x):
+            self.refuse(f"changes the tokens that it gets in place: {STILL_NEEDED}")
         return [checked_tokens(self.entry, out).detach()]
 
     def proved(self) -> Sight:
-        if self.plan.adapter.attends_to_all:
-            if self.entry.num_tokens >= LEAST_TOKENS:
-                self.attention_is_of_tokens()
-            self.looks_at_what_runs_leave()
+        if self.plan.htm is not None:
+            self.streams_are_mixed()
+        if self.plan.adapter.attends_to_all and self.entry.num_tokens >= LEAST_TOKENS:
+            self.attention_is_of_tokens()
+        self.state_is_of_one_run()
         if self.plan.vtm is not None:
             self.keys_are_of_tokens()
         self.samples_are_apart()
@@ -217,6 +233,16 @@ class Trial(nn.Module):
         finally:
             self.kept.put_back()
 
+    def streams_are_mixed(self) -> None:
+        """Refuses further tokens of each sample, which would stay where the first are replaced."""
+        shape = self.entry.flat_tokens.shape[:2]
+        for x in tree_leaves([self.entry.args[1:], self.entry.kwargs]):
+            if not isinstance(x, Tensor) or x.ndim < 3 or x.shape[:2] != shape:
+                continue
+            is_mask = x.shape[-1] == shape[1]  # b n n
+            if not is_mask and not torch.equal(x, x[:1].expand_as(x)):
+                self.refuse(f"gets {list(x.shape)} beside its tokens: {STREAM}")
+
     def attention_is_of_tokens(self) -> None:
         """Finds the one call of the block that is attention over its tokens."""
         x = self.entry.flat_tokens
@@ -225,15 +251,15 @@ class Trial(nn.Module):
         is_new[::2, self.prefix + spatial // 3] = True
         is_new[1::2, self.prefix + 2 * spatial // 3] = True
         other = torch.where(is_new[..., None], self.draw(x.shape), x)
-        maps = self.maps_of(self.entry)
+        maps = self.maps_of(self.entry_of(self.x))
         calls = self.over_all_tokens(list(maps))
         if len(calls) != 1:
-            self.refuse(f"computes {len(calls)} attention maps over its tokens, must be 1")
+            self.refuse(f"computes {len(calls)} attention maps over its tokens, {MUST_BE_ONE}")
         (call,) = calls
-        after = self.maps_of(self.entry.with_tokens(other)).get(call)
+        after = self.maps_of(self.entry_of(other)).get(call)
         if after is None or not _is_of_tokens(maps[call], after, is_new[:SAMPLES]):
             self.refuse("what has the shape of its attention map is not one of its tokens")
-        self.entry.sight = Sight(call)
+        self.entry.sight = Sight(list(maps).index(call) + 1, len(maps))
 
     def maps_of(self, entry: BlockInput) -> dict[int, Tensor]:
         """Runs the block to its end. Returns all that has the shape of a map, by its call."""
@@ -254,35 +280,55 @@ class Trial(nn.Module):
         """
         if len(calls) < 2:
             return calls
-        fewer = replace(self.entry, args=(self.x[:, :-1], *self.entry.args[1:]))
+        fewer = replace(self.entry, args=(self.x[:, :-1].clone(), *self.entry.args[1:]))
         try:
             maps = self.maps_of(fewer)
         except Refused:  # the block works on so many tokens only
             return calls
         return [call for call in calls if call in maps]
 
-    def looks_at_what_runs_leave(self) -> None:
-        """Compares a run that ends at the attention with a whole one.
+    def state_is_of_one_run(self) -> None:
+        """Finds a way of the first runs of HTM and VTM after which a block is as without them.
 
-        What the former alone changes is put back behind the attention, such as by a hook that is
-        one of a pair.
+        They end at the attention; or, if what they change is put back behind it, such as by a hook
+        that is one of a pair, they run to their end.
         """
-        ended, whole = self.run("as it is", self.left_by_runs)
-        to_end = not ended.keys() <= whole.keys()
-        changed = whole if to_end else ended
-        drawn = {id(x): x for x in changed.values() if type(x) in GENERATORS}
-        self.entry.sight = Sight(self.entry.sight.call, to_end, tuple(drawn.values()))
+        try:
+            self.leaves_the_same(to_end=False)
+        except Refused as error:
+            try:
+                self.leaves_the_same(to_end=True)
+            except Refused:
+                raise error from None
 
-    def left_by_runs(self) -> tuple[Held, Held]:
-        """Returns what an ended run changes, and what a whole one does."""
-        args, kwargs = self.entry.args, self.entry.kwargs
-        self.block.forward(*args, **kwargs)  # makes the attributes that any run makes
-        kept = Kept(self.block, *self.generators)
-        run_to_attention(self.block.forward, self.entry)
-        ended = kept.changed()
-        kept.put_back()
-        self.block.forward(*args, **kwargs)
-        return ended, kept.changed()
+    def leaves_the_same(self, to_end: bool) -> None:
+        self.entry.sight = self.entry.sight._replace(to_end=to_end, generators=())
+        first = self.run("on a memory", lambda: self.left_by(self.first_runs))
+        changed = [self.kept.held[key][0] for key, _ in first]
+        drawn = tuple(x for x in changed if type(x) in GENERATORS)
+        self.entry.sight = self.entry.sight._replace(generators=drawn)
+        once = self.run("as it is", lambda: self.left_by(self.output))
+        again = self.run("again", lambda: self.left_by(self.first_runs, self.output))
+        for place in again | once:
+            key, name = place
+            x, held = self.kept.held[key]
+            ends = [left.get(place, held.get(name)) for left in (once, again)]
+            if type(x) not in GENERATORS and not ends_alike(*ends):
+                where = f"{self.kept.names[key]}.{name}"
+                self.refuse(f"changes {where} in front of its attention, {RUNS_TWICE}")
+
+    def left_by(self, *runs: Callable[[], Any]) -> Left:
+        for run in runs:
+            run()
+        return self.kept.changed()
+
+    def first_runs(self) -> None:
+        """Runs a block as HTM and VTM do in front of its own run, which then draws as alone."""
+        with unchanged(*self.entry.sight.generators):
+            if self.plan.htm is not None:
+                cast(Detector, self.plan.tried)(self.entry_of(self.x))
+            if self.plan.vtm is not None:
+                self.keys_alone()
 
     def samples_are_apart(self) -> None:
         memory = self.draw([*self.indices.shape, self.x.shape[-1]])
@@ -295,21 +341,22 @@ class Trial(nn.Module):
 
     def of_first_sample(self, tokens: Tensor, memory: Tensor) -> list[Tensor]:
         """Returns its saliency; with VTM, also the block's output, and the gradients of both."""
-        entry = self.entry.with_tokens(tokens)
+        entry = self.entry_of(tokens)
         found = [self.run("as it is", lambda: cast(Detector, self.plan.tried)(entry))]
         if self.plan.vtm is not None:
             found += self.run("with a memory", lambda: self.with_memory(tokens, memory))
         return [x.detach()[:1] for x in found]
 
     def with_memory(self, tokens: Tensor, memory: Tensor) -> list[Tensor]:
-        needs_grad = self.x.requires_grad
-        given = [x.detach().requires_grad_(needs_grad) for x in (tokens, memory)]
-        entry = self.entry.with_tokens(given[0])
+        given = [x.detach().requires_grad_(self.x.requires_grad) for x in (tokens, memory)]
+        entry = self.entry_of(given[0])
         out, _ = run_watched(self.block.forward, entry, Memory([given[1]], [self.indices]))
         own = checked_tokens(entry, out)
-        if own.requires_grad:
-            own.square().sum().backward()
-        return [own, *(x.grad for x in given if x.grad is not None)]
+        if not self.x.requires_grad:
+            return [own]
+        # of these alone: the graph behind them is not the trial's
+        gradients = torch.autograd.grad(own.square().sum(), given, materialize_grads=True)
+        return [own, *gradients]
 
     def keys_are_of_tokens(self) -> None:
         """Compares keys and values of tokens with those of the same ones as a memory.
@@ -335,7 +382,7 @@ class Trial(nn.Module):
 
     def keys_in(self, tokens: Tensor, evaluates: bool = False) -> list[Tensor]:
         """Returns the keys and values of a memory's tokens among all."""
-        entry = self.entry.with_tokens(tokens)
+        entry = self.entry_of(tokens)
         own = self.run("as it is", lambda: attended_of(self.block.forward, entry), evaluates)
         return [at_places(x, self.indices, dim=-2) for x in own]
 

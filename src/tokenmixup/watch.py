@@ -28,6 +28,10 @@ OWN_CHECKPOINTING = (
     "runs without gradients or under the model's own gradient checkpointing, which would rerun it "
     "without TokenMixup: use attach(..., checkpoint_blocks=True)"
 )
+MUST_BE_ONE = (
+    "must be 1: one call for all samples, heads and queries, of a softmax or of "
+    "scaled_dot_product_attention, over the block's own tokens alone"
+)
 NOT_FUSED = (
     "attends by a softmax of its own: VTM needs F.scaled_dot_product_attention (of timm's models "
     "fused_attn, of transformers' attn_implementation=sdpa) or torch's multi-head attention"
@@ -86,8 +90,8 @@ class AttendedMemory(NamedTuple):
 class Sight(NamedTuple):
     """What the proof of a block has found out about its runs; by default nothing."""
 
-    # which of the calls that are seen is its attention, from 1; None: the first of a map's shape
-    call: int | None = None
+    call: int = 1  # which of those that have the shape of a map is its attention, from 1
+    maps: int = 1  # how many have that shape
     to_end: bool = False  # a run that ended at the attention would leave the block changed
     generators: tuple[Any, ...] = ()  # from which it draws in front of its attention
 
@@ -128,8 +132,7 @@ class Watching(TorchFunctionMode):
         self.count += 1
         if self.candidates is not None:
             self.candidates[self.calls] = seen
-        call = self.sight.call
-        if self.is_seen or call not in (None, self.calls):
+        if self.count != self.sight.call:
             return False
         self.is_seen = True
         if self.of_memory or self.memory is not None:
@@ -139,18 +142,19 @@ class Watching(TorchFunctionMode):
                 raise Refused(f"{self.name} {NOT_FUSED}")
         if self.keeps_map:
             self.map = seen
-        if self.of_memory:
-            self.attended = attended
+        self.attended = attended
         if self.ends and not self.sight.to_end:
             raise MapSeen
         return True
 
     def check(self) -> None:
-        """Raises Refused unless the block has attended, and once if its proof does not tell how."""
-        is_clear = self.sight.call is not None or self.count == 1
-        if not (self.is_seen and is_clear):
+        """Raises Refused unless the block has attended, as often as its proof tells."""
+        is_whole = not self.ends or self.sight.to_end
+        count = self.sight.maps
+        if not self.is_seen or (is_whole and self.count != count and not self.of_memory):
             found = f"computes {self.count} attention maps over its tokens"
-            raise Refused(f"{self.name} {found}, must be 1")
+            must = MUST_BE_ONE if count == 1 else f"must be {count} as when it was tried"
+            raise Refused(f"{self.name} {found}, {must}")
 
     def kept_map(self) -> AttentionMap:
         """Returns the map, which was to be kept. Raises Refused as `check`."""

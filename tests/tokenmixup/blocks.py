@@ -727,7 +727,7 @@ class RerunMlp(Random):
         return self.drop(super().mlp(x))
 
 
-@case("dropout")
+@case("dropout", vtm=False)
 class RerunMlpReentrant(RerunMlp):
     reentrant = True
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,6 @@ from tests.conftest import (
     drawn_batch,
     gradients_of,
     refused,
-    runs_of,
     small_vit,
 )
 from tests.tokenmixup.blocks import CASES, TOKENS, WIDTH, Block, Case, Random, SequenceFirst
@@ -193,7 +193,6 @@ def test_a_proof_changes_nothing_of_the_model(name: str, dtype: torch.dtype):
     module = attached(CASES[name], htm=HTM, vtm={"layer": 1}).to(dtype)
     module.model.blocks[1].eval()
     runs = counted(module)
-    told = runs_of(block.norm1 for block in module.model.blocks)
     hooks = [dict(part._forward_pre_hooks) for part in module.modules()]
     modes = [part.training for part in module.modules()]
     parameters = [id(p) for p in module.parameters()]
@@ -201,7 +200,6 @@ def test_a_proof_changes_nothing_of_the_model(name: str, dtype: torch.dtype):
     images, targets = batch_of(CASES[name])
     state = torch.get_rng_state()
     module(images.to(dtype), targets.to(dtype))
-    assert told == [1, 2, 2]  # those of VTM and HTM run twice
     assert min(runs()) > 3  # so that each was proved
     assert torch.equal(torch.get_rng_state(), state)
     assert [dict(part._forward_pre_hooks) for part in module.modules()] == hooks
@@ -209,15 +207,19 @@ def test_a_proof_changes_nothing_of_the_model(name: str, dtype: torch.dtype):
     assert [id(p) for p in module.parameters()] == parameters
     assert not gradients_of(module)
     assert_close(module.state_dict(), before, rtol=0, atol=0)
+    proved = runs()
+    module(images.to(dtype), targets.to(dtype))
+    assert np.subtract(runs(), proved).tolist() == [1, 2, 2]  # those of VTM and HTM run twice
 
 
 LOSSES: list[Tensor] = []
 
 
 class Leaving(Block):
-    """Changes all that a block may change as it runs, in front of its attention and behind it."""
+    """Changes all that a block may change as it runs, behind its attention."""
 
     seen = []  # noqa: RUF012 of the class
+    count = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,9 +230,10 @@ class Leaving(Block):
         self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Any:
-        self.leave(x, torch.ones(()))
+        self.last = x  # in front, where the last run counts
         out = super().forward(x)
-        self.leave(out, torch.rand((), generator=self.own) + random.random())
+        drawn = torch.rand((), generator=self.own)
+        self.leave(out, drawn + random.random() + np.random.random())
         return out
 
     def leave(self, x: Tensor, drawn: Tensor) -> None:
@@ -244,6 +247,7 @@ class Leaving(Block):
         self.inner["set"].add(float(drawn))
         self.inner["deque"].append(loss)
         self.seen.append(loss)
+        Leaving.count += 1
         LOSSES.append(loss)
 
     def left(self) -> list[Any]:
@@ -255,7 +259,8 @@ class Leaving(Block):
             len(self.seen),
             len(LOSSES),
         ]
-        return [self.own.get_state(), self.plain, self.mean, self.runs, *sizes, random.getstate()]
+        states = [self.own.get_state(), random.getstate(), np.random.get_state()[2]]
+        return [*states, self.plain, self.mean, self.runs, Leaving.count, *sizes]
 
 
 def test_a_proof_leaves_nothing_of_its_runs(monkeypatch: pytest.MonkeyPatch):
@@ -270,13 +275,312 @@ def test_a_proof_leaves_nothing_of_its_runs(monkeypatch: pytest.MonkeyPatch):
         blocks[1].norm2.register_forward_hook(lambda part, args, out, kept=kept: kept.append(out))
         Leaving.seen.clear()
         LOSSES.clear()
+        Leaving.count = 0
         random.seed(0)
+        np.random.seed(0)
         if not is_proved:
             monkeypatch.setattr("tokenmixup.prove.prove_block", lambda *_: Sight())
         module(*batch_of(case))
         assert (min(runs()) > 3) == is_proved
         left.append([[block.left() for block in blocks], len(kept)])
     assert_close(left[0], left[1], rtol=0, atol=0)
+
+
+class Given(Model):
+    """Gives its blocks something beside their tokens."""
+
+    given: Any = None
+
+    def run(self, block: Any, x: Tensor) -> Tensor:
+        return block(x, self.given)
+
+
+class StateInFront(Block):
+    """Changes in front of its attention what `change` says."""
+
+    ever = 0
+    change: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        self.cached: int | None = None
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, given: Any = None) -> Any:
+        StateInFront.change(self, x, given)
+        return super().forward(x)
+
+
+def lose(block: Any, x: Tensor, given: Any) -> None:
+    block.losses.append(x.square().mean())
+
+
+def average(block: Any, x: Tensor, given: Any) -> None:
+    block.mean.lerp_(x.detach().mean(dim=(0, 1)), 0.1)
+
+
+def count_ever(block: Any, x: Tensor, given: Any) -> None:
+    StateInFront.ever += 1
+
+
+def cache(block: Any, x: Tensor, given: Any) -> None:
+    block.cached = block.cached or x.shape[1]
+
+
+def add_to_list(block: Any, x: Tensor, given: Any) -> None:
+    given.append(x.shape[1])
+
+
+def add_to_tensor(block: Any, x: Tensor, given: Any) -> None:
+    given.add_(1)
+
+
+def add_to_tokens(block: Any, x: Tensor, given: Any) -> None:
+    x.add_(1)
+
+
+def overwrite(block: Any, x: Tensor, given: Any) -> None:
+    block.last = [x]
+    given.zero_()
+
+
+def change_in_evaluation(block: Any, x: Tensor, given: Any) -> None:
+    if not block.training:
+        lose(block, x, given)
+
+
+TWICE = "front of its attention"
+IN_FRONT: list[tuple[str, Any, Any]] = [
+    (f"block 2 .*losses.* in {TWICE}", lose, None),
+    (f"block 2 .*mean.* in {TWICE}", average, None),
+    (f"block 2 .*ever in {TWICE}", count_ever, None),
+    (f"block 2 .*{TWICE}", add_to_list, []),
+    (f"block 2 .*{TWICE}", add_to_tensor, torch.zeros(3)),
+    ("block 0 .*tokens that it gets in place", add_to_tokens, None),
+    ("", overwrite, torch.zeros(3)),
+    ("", change_in_evaluation, None),
+]
+
+
+@pytest.mark.parametrize("settings", [{"htm": HTM}, {"vtm": VTM}])
+@pytest.mark.parametrize(("told", "change", "given"), IN_FRONT)
+def test_what_a_block_changes_in_front_of_its_attention_changes_once(
+    told: str, change: Any, given: Any, settings: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(StateInFront, "change", change)
+    case = Case(StateInFront, htm=True, vtm=True)
+    model = Given(case)
+    model.given = given
+    module = attach(model, CLASSES, adapter=ADAPTER, **settings).train()
+    if not told:
+        assert training_loss(module(*batch_of(case))).isfinite()
+        return
+    with refused(told.replace("block 0", "block [02]")):
+        module(*batch_of(case))
+
+
+def test_what_a_memory_would_cache_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(StateInFront, "change", cache)
+    module = attached(Case(StateInFront, htm=True, vtm=False), vtm=VTM)
+    with refused(f"block 2 .*cached in {TWICE}"):
+        module(*batch_of(CASES["map: Fused"]))
+
+
+class Outside:
+    """No module: what it holds is not the block's."""
+
+
+class FromOutside(Block):
+    """Uses a parameter that another object holds, and a graph that its model has made."""
+
+    outside = Outside()
+    made: Tensor
+
+    def projected(self, x: Tensor) -> Tensor:
+        return super().projected(x * self.outside.scale + self.made)
+
+
+class Making(Model):
+    def patches(self, images: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.made = self.head.weight[torch.tensor([0]), :]
+        return super().patches(images)
+
+
+def test_a_proof_has_gradients_of_nothing_but_what_it_gives():
+    case = Case(FromOutside, htm=True, vtm=True)
+    FromOutside.outside.scale = nn.Parameter(torch.ones(WIDTH))
+    module = attach(Making(case), CLASSES, adapter=ADAPTER, vtm=VTM).train()
+    module.scale = FromOutside.outside.scale
+    gradients = []
+    for _ in range(2):
+        module.zero_grad()
+        training_loss(module(*batch_of(case))).backward()
+        gradients.append(gradients_of(module))
+    assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+
+
+class Merging(nn.Linear):
+    """Merges other weights into its own in evaluation, as loralib does."""
+
+    merged = False
+
+    def train(self, mode: bool = True) -> Any:
+        self.merged = self.merged or not mode
+        return super().train(mode)
+
+
+class Merged(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = Merging(WIDTH, 3 * WIDTH)
+
+
+@pytest.mark.parametrize("more", [{"detector": "gradient"}, {"rollout_steps": 1}])
+def test_evaluation_for_a_while_merges_no_weights(more: dict[str, Any]):
+    case = Case(Merged, htm=True, vtm=True)
+    module = attached(case, htm={**HTM, "layer": 1, **more})
+    assert module(*batch_of(case)).mask.any()
+    assert not any(block.qkv.merged for block in module.model.blocks)
+    assert all(part.training for part in module.modules())
+
+
+class Normed(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.utils.parametrizations.weight_norm(self.qkv)
+
+
+@pytest.mark.parametrize("settings", [{"htm": HTM}, {"vtm": VTM}])
+def test_a_proof_leaves_no_weight_in_a_cache(settings: Any):
+    case = Case(Normed, htm=True, vtm=True)
+    module = attached(case, **settings)
+    with nn.utils.parametrize.cached():
+        proved = module(*batch_of(case)).logits
+    with nn.utils.parametrize.cached():
+        assert torch.equal(module(*batch_of(case)).logits, proved)
+
+
+class Streams(Block):
+    def forward(self, x: Tensor, given: Any) -> Any:
+        return super().forward(x + given)
+
+
+def test_htm_refuses_a_stream_that_it_would_not_mix():
+    case = Case(Streams, htm=False, vtm=False)
+    images, targets = batch_of(case)
+    model = Given(case)
+    module = attach(model, CLASSES, adapter=ADAPTER, htm=HTM).train()
+    model.given = torch.randn(1, TOKENS, WIDTH).expand(len(images), -1, -1)  # positions
+    module(images, targets)
+    model.given = torch.randn(len(images), TOKENS, WIDTH)
+    module = attach(model, CLASSES, adapter=ADAPTER, htm=HTM).train()
+    with refused("block 2 .*second stream"):
+        module(images, targets)
+
+
+class Late(Block):
+    """Attends to something of the shape of its tokens, and scores by a softmax, from a day on."""
+
+    scores_now = False
+    crosses_now = False
+
+    def forward(self, x: Tensor) -> Any:
+        if self.scores_now:
+            x = x * (1 + self.up(x)[..., :3].softmax(dim=-1).amax(dim=-1, keepdim=True))
+        if self.crosses_now:
+            q, k, v = self.projected(x)
+            x = x + self.merged(self.attend(q, self.keys.expand_as(k), v))
+        return super().forward(x)
+
+    @property
+    def keys(self) -> Tensor:
+        return self.qkv.weight[:TOKENS, : WIDTH // 4]
+
+
+@pytest.mark.parametrize("settings", [{"htm": HTM}, {"vtm": VTM}])
+def test_which_call_is_attention_is_told_by_its_shape_and_by_how_many_there_are(settings: Any):
+    case = Case(Late, htm=True, vtm=True)
+    module = attached(case, **settings)
+    module(*batch_of(case))
+    for block in module.model.blocks:
+        block.scores_now = True
+    changed = module(*batch_of(case)).logits
+    fresh = attached(case, **settings)
+    for block in fresh.model.blocks:
+        block.scores_now = True
+    assert torch.equal(changed, fresh(*batch_of(case)).logits)
+    for block in module.model.blocks:
+        block.crosses_now = True
+    with refused("block [02] .*computes 2 attention maps"):
+        module(*batch_of(case))
+
+
+class Halving(Model):
+    """Leaves out every second token in front of the last block."""
+
+    def run(self, block: Any, x: Tensor) -> Tensor:
+        if block is self.blocks[2]:
+            x = x[:, ::2]
+        return super().run(block, x)
+
+
+def test_sources_of_vtm_have_the_tokens_of_its_layer():
+    case = CASES["map: Fused"]
+    adapter = replace(ADAPTER, patch_embed=None)
+    module = attach(Halving(case), CLASSES, adapter=adapter, vtm=VTM).train()
+    with refused(r"block 2 .*tokens \[8, 64\], a source of VTM with \[16, 64\]"):
+        module(*batch_of(case))
+
+
+def test_blocks_that_are_compiled_by_themselves_are_proved():
+    case = CASES["map: Fused"]
+    module = attached(case, htm=HTM)
+    expected = module(*batch_of(case)).logits
+    module = attached(case, htm=HTM)
+    for block in module.model.blocks:
+        block.compile(backend="eager")
+    assert_close(module(*batch_of(case)).logits, expected)
+
+
+class Described(Block):
+    """Reads what a quantised parameter would tell of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.scale.times = 2
+
+    def projected(self, x: Tensor) -> Tensor:
+        assert isinstance(self.scale, nn.Parameter)
+        return super().projected(x * self.scale * self.scale.times)
+
+
+def test_parameters_are_parameters_in_a_proof():
+    case = Case(Described, htm=True, vtm=True)
+    model = Model(case)
+    assert attach(model, CLASSES, adapter=ADAPTER, vtm=VTM).train()(*batch_of(case)).logits.any()
+
+
+class DroppingTokens(Block):
+    def projected(self, x: Tensor) -> Tensor:
+        return super().projected(x * (torch.rand(*x.shape[:2], 1) > 0.2))
+
+
+@pytest.mark.parametrize("settings", [{"htm": HTM}, {"vtm": VTM}])
+def test_a_verdict_is_no_matter_of_chance(settings: Any):
+    case = Case(DroppingTokens, htm=True, vtm=True)
+    found = set()
+    for seed in range(8):
+        module = attached(case, **settings)
+        torch.manual_seed(seed)
+        try:
+            module(*batch_of(case))
+            found.add("served")
+        except ValueError as error:
+            found.add(str(error))
+    assert len(found) == 1
 
 
 class Rounding:

@@ -183,6 +183,11 @@ def eager_attention_with_vtm(model: Any) -> None:
     model.set_attn_implementation("eager")
 
 
+@row("block 1 .*lazy layer")
+def layer_that_is_not_made_yet(model: Any) -> None:
+    model.blocks[1].mlp.fc1 = nn.LazyLinear(model.blocks[1].mlp.fc2.in_features)
+
+
 @row("block 1")
 def attention_without_a_softmax(model: Any) -> None:
     model.blocks[1].attn.forward = lambda x, **given: x
