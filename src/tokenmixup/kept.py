@@ -4,70 +4,76 @@ Found from the module on: attributes, containers, tensors and generators of its 
 what their functions close over or name. What lies in other objects, extensions or files is not.
 """
 
+import pickle
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 Held = dict[Any, Any]  # what something holds, by name
 Left = dict[tuple[int, Any], Any]  # what something holds, by the id of that and by name
 BY_PLACE = (list, deque, tuple)
 BY_NAME = (dict, OrderedDict, defaultdict, Counter)
 TENSORS = (Tensor, nn.Parameter)
-GENERATORS = (torch.Generator, random.Random, np.random.RandomState)
+GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.PCG64)
 CLOSED = TENSORS + GENERATORS  # what these hold is not looked into
 NAMED = (list, deque, set, *BY_NAME, *CLOSED)  # what is kept of all that a function names
+COMPARED = (Tensor, int, float, str, bytes, set, Counter)
 FOREIGN = ("builtins", "torch", "tokenmixup")
 
 
 def _held_by(x: Any) -> Held | None:
     """Returns what something holds, or None for what is not looked into."""
     kind = type(x)
-    held: Held | None = None
     if kind in BY_PLACE:
-        held = dict(enumerate(x))
-    elif kind in BY_NAME:
-        held = dict(x)
-    elif kind is set:
-        held = dict.fromkeys(x, True)
-    elif kind in TENSORS:
-        held = {"data": x.data, "values": x.detach().clone()}
-        held["grad"] = x.grad if x.is_leaf else None
-    elif kind in GENERATORS:
-        held = {"state": _state_of(x)}
-    elif kind is FunctionType:
+        return dict(enumerate(x))
+    if kind in BY_NAME:
+        return dict(x)
+    if kind is set:
+        return dict.fromkeys(x, True)
+    if kind in TENSORS:
+        return {"data": x.data, "values": x.detach().clone()}
+    if kind in GENERATORS:
+        return {"state": _state_of(x)}
+    return _used_by(x)
+
+
+def _used_by(x: Any) -> Held | None:
+    """Returns what code uses, or None for what is no code."""
+    kind = type(x)
+    used: Held | None = None
+    if kind is FunctionType:
         names = {name: x.__globals__.get(name) for name in _names_in(x.__code__)}
-        held = {name: value for name, value in names.items() if type(value) in NAMED}
-        held["cells and defaults"] = (x.__closure__, x.__defaults__, x.__kwdefaults__)
+        used = {name: value for name, value in names.items() if type(value) in NAMED}
+        used["cells and defaults"] = (x.__closure__, x.__defaults__, x.__kwdefaults__)
     elif kind is CellType and x != CellType():  # else it is empty yet
-        held = {"contents": x.cell_contents}
+        used = {"contents": x.cell_contents}
     elif kind is partial:
-        held = {"function": x.func, "args": x.args, "named": x.keywords}
+        used = {"function": x.func, "args": x.args, "named": x.keywords}
     elif kind is MethodType:
-        held = {"function": x.__func__, "attributes": getattr(x.__self__, "__dict__", None)}
+        used = {"function": x.__func__, "attributes": getattr(x.__self__, "__dict__", None)}
+    elif kind is np.random.Generator:
+        used = {"bits": x.bit_generator}
     elif isinstance(x, nn.Module):
-        held = {each.__name__: each for each in kind.__mro__}
-        held["self"] = vars(x)
+        used = {each.__name__: each for each in kind.__mro__}
+        used["self"] = vars(x)
     elif isinstance(x, type) and not _is_foreign(x):
-        held = dict(vars(x))
-    return held
+        used = dict(vars(x))
+    return used
 
 
 def _state_of(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    state = generator.get_state()
-    if isinstance(state, Tensor):
-        return state
-    name, numbers, *rest = state
-    return name, tuple(numbers), *rest  # an array could not be compared
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return pickle.dumps(generator.__reduce__()[2])
 
 
 def _is_foreign(kind: type) -> bool:
@@ -93,12 +99,10 @@ def _put_back(x: Any, held: Held) -> None:
     elif kind in TENSORS:
         x.data = held["data"]
         x.data.copy_(held["values"])  # unseen by autograd
-        if x.is_leaf:
-            x.grad = held["grad"]
-    elif kind is random.Random:
-        x.setstate(held["state"])
-    elif kind in GENERATORS:
+    elif kind is torch.Generator:
         x.set_state(held["state"])
+    elif kind in GENERATORS:
+        x.__setstate__(pickle.loads(held["state"]))  # noqa: S301 of this process
     elif kind is CellType:
         x.cell_contents = held["contents"]
     elif isinstance(x, type):
@@ -109,28 +113,30 @@ def _put_back(x: Any, held: Held) -> None:
                 setattr(x, name, value)
 
 
+class Found(NamedTuple):
+    x: Any
+    name: Any  # by which it is held
+    held: Held  # what it held as it was found
+
+
 class Kept:
     """What is found from some things on, as it was."""
 
     def __init__(self, *roots: Any):
-        self.held: dict[int, tuple[Any, Held]] = {}  # by the id of what holds it
-        self.names: dict[int, Any] = {}  # by the same: by which it is held
-        found: list[tuple[Any, Any]] = list(enumerate(roots))
-        while found:
-            name, x = found.pop()
-            if id(x) in self.held:
-                continue
-            held = _held_by(x)
+        self.found: dict[int, Found] = {}  # by id
+        due: list[tuple[Any, Any]] = list(enumerate(roots))
+        while due:
+            name, x = due.pop()
+            held = None if id(x) in self.found else _held_by(x)
             if held is not None:
-                self.held[id(x)] = (x, held)
-                self.names[id(x)] = name
+                self.found[id(x)] = Found(x, name, held)
                 if type(x) not in CLOSED:
-                    found += held.items()
+                    due += held.items()
 
     def changed(self) -> Left:
         """Returns what is held in the place of something else now."""
         changed: Left = {}
-        for key, (x, held) in self.held.items():
+        for key, (x, _, held) in self.found.items():
             now = _held_by(x) or {}
             is_same = _is_equal if type(x) in CLOSED else _is_same
             for name in held.keys() | now.keys():
@@ -140,7 +146,7 @@ class Kept:
 
     def put_back(self) -> None:
         for key in {key for key, _ in self.changed()}:
-            _put_back(*self.held[key])
+            _put_back(self.found[key].x, self.found[key].held)
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -148,18 +154,17 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def ends_alike(one: Any, other: Any) -> bool:
-    """Whether two runs have left the same, as far as that is looked into."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
+    """Whether two runs have left the same numbers, texts and tensors at the same places."""
+    ours, theirs = tree_flatten(one), tree_flatten(other)
+    if ours[1] != theirs[1]:
         return False
-    if isinstance(one, Tensor | int | float | str | bytes):
-        return _is_equal(one, other)
-    if type(one) not in (*BY_PLACE, *BY_NAME, set):
-        return True
-    ours, theirs = _held_by(one) or {}, _held_by(other) or {}
-    are_alike = [ends_alike(value, theirs.get(name)) for name, value in ours.items()]
-    return ours.keys() == theirs.keys() and all(are_alike)
+    return all(map(_is_alike, ours[0], theirs[0]))
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    if isinstance(one, COMPARED):
+        return type(one) is type(other) and _is_equal(one, other)
+    return type(one) is type(other)
 
 
 def _is_equal(one: Any, other: Any) -> bool:

@@ -15,6 +15,7 @@ Letters: b batch, h heads, n tokens with prefix, t spatial tokens, d width, m me
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -39,7 +40,6 @@ from tokenmixup.watch import MUST_BE_ONE, Refused, Sight, at_places
 
 TOLERANCE = 1e-3  # of the largest value; rounding is 1e-6, or 5e-4 in TF32
 ROUNDINGS = 8  # of values of the block's dtype, which are allowed where that is more
-RUNS = 8  # which show whether a block draws from somewhere unknown
 SAMPLES = 4  # whose maps are compared
 MOST_ELSEWHERE = 0.5  # what another token may change, of what it changes in its row and column
 LEAST_TOKENS = 4  # of which a map can be told from its shape
@@ -61,47 +61,32 @@ def prove_block(plan: Plan, entry: BlockInput) -> Sight:
     """
     generators = generators_of(entry.tokens.device)
     eager = torch.compiler.set_stance("force_eager")  # compiles nothing for these runs
-    with eager, unchanged(*generators):
+    with eager, unchanged(plan.block, *generators):
         for generator in generators:
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(0)  # what is proved is no matter of chance
-        trial = Trial(plan, entry)
-        # `_values` gives tied parameters one value; torch's own way would restore them wrongly
-        sight: Sight = torch.func.functional_call(trial, _values(trial), (), tie_weights=False)
-    torch.clear_autocast_cache()  # of the values
+        torch.clear_autocast_cache()  # of parameters, which are drawn now
+        _draw_parameters(plan.block)
+        sight = Trial(plan, entry).proved()
+    torch.clear_autocast_cache()
     return sight
 
 
-def _values(trial: nn.Module) -> dict[str, Tensor]:
-    """Draws parameters and copies buffers: one for each place that holds one."""
+def _draw_parameters(block: nn.Module) -> None:
+    """Draws parameters around their values, of the size that layers begin with."""
     generator = torch.Generator().manual_seed(0)
-    drawn: dict[int, Tensor] = {}  # a parameter that two places hold is drawn once
-    values: dict[str, Tensor] = {}
-    for path, part in trial.named_modules():
-        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) not in drawn:
-                around = _around(parameter.detach(), generator)
-                drawn[id(parameter)] = nn.Parameter(around, parameter.requires_grad)
-                vars(drawn[id(parameter)]).update(vars(parameter))
-            values[f"{path}.{name}"] = drawn[id(parameter)]
-        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
-            values[f"{path}.{name}"] = buffer.detach().clone()
-    return values
-
-
-def _around(parameter: Tensor, generator: torch.Generator) -> Tensor:
-    """Draws a parameter around its value, of the size that layers begin with."""
-    if not parameter.is_floating_point():
-        return parameter.clone()
-    noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-    size = 1.0
-    matrix = parameter.squeeze()
-    if matrix.ndim > 1:  # or a kernel
-        size = matrix[0].numel() ** -0.5
-    # a model that has diverged is not refused here, but by its gains
-    finite = parameter.float().nan_to_num()
-    around = finite.clamp(-size, size) + 0.5 * size * noise.to(parameter.device)
-    return around.to(parameter.dtype)
+    for parameter in block.parameters():
+        if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
+            continue  # the numbers of a quantised one mean something else
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+        size = 1.0
+        matrix = parameter.squeeze()
+        if matrix.ndim > 1:  # or a kernel
+            size = matrix[0].numel() ** -0.5
+        # a model that has diverged is not refused here, but by its gains
+        finite = parameter.detach().float().nan_to_num()
+        around = finite.clamp(-size, size) + 0.5 * size * noise.to(parameter.device)
+        parameter.data = around.to(parameter.dtype)
 
 
 def _leaf(x: Tensor) -> Tensor:
@@ -148,14 +133,12 @@ def dtype_of(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-class Trial(nn.Module):
-    """A block, run by `functional_call` with other parameters than its own, and its properties."""
+class Trial:
+    """A block, and its properties."""
 
     def __init__(self, plan: Plan, entry: BlockInput):
-        super().__init__()
         assert plan.tried is not None  # else nothing is to be proved
         self.block = plan.block
-        self.evaluates = False
         self.plan = plan
         self.prefix = plan.adapter.num_prefix_tokens
         self.like = entry.tokens.detach()
@@ -174,6 +157,9 @@ class Trial(nn.Module):
             kwargs=tree_map_only(Tensor, _leaf, dict(entry.kwargs)),
             sight=Sight(),
         )
+        cached = torch.nn.utils.parametrize._cache
+        given = [self.entry.args, self.entry.kwargs]
+        self.kept = Kept(self.block, given, cached, *generators_of(self.like.device))
 
     def entry_of(self, tokens: Tensor) -> BlockInput:
         """Returns an input that a block may change in place, as it may that of training."""
@@ -183,23 +169,6 @@ class Trial(nn.Module):
         drawn = torch.empty(shape, dtype=self.like.dtype, device=self.like.device)
         return drawn.normal_(generator=self.generator)
 
-    def forward(self) -> Sight:
-        """Tries out all properties; `functional_call` calls it.
-
-        In evaluation, if a block draws from somewhere unknown: each run would draw other numbers.
-        """
-        cached = torch.nn.utils.parametrize._cache
-        given = [self.entry.args, self.entry.kwargs]
-        self.kept = Kept(self.block, given, cached, *generators_of(self.like.device))
-        try:
-            return self.proved()
-        except Refused:
-            runs = [self.run("as it is", self.output) for _ in range(RUNS)]
-            if all(map(self.are_close, runs, runs[1:])):
-                raise
-        self.evaluates = True
-        return self.proved()
-
     def output(self) -> list[Tensor]:
         entry = self.entry_of(self.x)
         out = self.block.forward(*entry.args, **entry.kwargs)
@@ -208,6 +177,10 @@ class Trial(nn.Module):
         return [checked_tokens(self.entry, out).detach()]
 
     def proved(self) -> Sight:
+        """Tries out all properties."""
+        once = self.run("as it is", self.output)
+        if not self.are_close(self.run("again", self.output), once):
+            self.refuse("two runs differ: it draws from a generator that TokenMixup does not know")
         if self.plan.htm is not None:
             self.streams_are_mixed()
         if self.plan.adapter.attends_to_all and self.entry.num_tokens >= LEAST_TOKENS:
@@ -221,9 +194,7 @@ class Trial(nn.Module):
     def run(self, how: str, run: Callable[[], Result], evaluates: bool = False) -> Result:
         """Runs the block somehow, from the state in which it is found, and puts that back."""
         try:
-            if not (evaluates or self.evaluates):
-                return run()
-            with evaluating(self.block):
+            with evaluating(self.block) if evaluates else nullcontext():
                 return run()
         except Refused:
             raise
@@ -302,25 +273,28 @@ class Trial(nn.Module):
                 raise error from None
 
     def leaves_the_same(self, to_end: bool) -> None:
+        """Refuses first runs after which its own leaves something else than alone."""
         self.entry.sight = self.entry.sight._replace(to_end=to_end, generators=())
-        first = self.run("on a memory", lambda: self.left_by(self.first_runs))
-        changed = [self.kept.held[key][0] for key, _ in first]
-        drawn = tuple(x for x in changed if type(x) in GENERATORS)
+        changed = self.left_by("on a memory", self.first_runs)
+        holders = [self.kept.found[key].x for key, _ in changed]
+        drawn = tuple(x for x in holders if type(x) in GENERATORS)
         self.entry.sight = self.entry.sight._replace(generators=drawn)
-        once = self.run("as it is", lambda: self.left_by(self.output))
-        again = self.run("again", lambda: self.left_by(self.first_runs, self.output))
-        for place in again | once:
-            key, name = place
-            x, held = self.kept.held[key]
-            ends = [left.get(place, held.get(name)) for left in (once, again)]
-            if type(x) not in GENERATORS and not ends_alike(*ends):
-                where = f"{self.kept.names[key]}.{name}"
+        once = self.left_by("as it is", self.output)
+        again = self.left_by("again", self.first_runs, self.output)
+        for key, name in again | once:
+            found = self.kept.found[key]
+            ends = [left.get((key, name), found.held.get(name)) for left in (once, again)]
+            if not ends_alike(*ends):
+                where = f"{found.name}.{name}"
                 self.refuse(f"changes {where} in front of its attention, {RUNS_TWICE}")
 
-    def left_by(self, *runs: Callable[[], Any]) -> Left:
-        for run in runs:
-            run()
-        return self.kept.changed()
+    def left_by(self, how: str, *runs: Callable[[], Any]) -> Left:
+        def run() -> Left:
+            for each in runs:
+                each()
+            return self.kept.changed()
+
+        return self.run(how, run)
 
     def first_runs(self) -> None:
         """Runs a block as HTM and VTM do in front of its own run, which then draws as alone."""
