@@ -6,7 +6,8 @@ of an image h w.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +28,53 @@ from tokenmixup.watch import (
 Forward = Callable[..., Any]  # of a module, which has arguments and output of its own
 
 
+class Part(NamedTuple):
+    """A module, and its own `forward`, whatever stands in for that during a pass."""
+
+    module: nn.Module
+    forward: Forward
+
+
+def plain_forward(module: nn.Module) -> Forward:
+    """Returns the `forward` of a module: its own, or the one that its class has when it runs."""
+    return vars(module).get("forward") or partial(_forward_of_class, module)
+
+
+def _forward_of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
+@dataclass(eq=False)
+class Plan:
+    """What passes do at a block."""
+
+    index: int
+    name: str
+    parts: Sequence[Part]  # this block and those after it
+    adapter: Adapter
+    htm: HTM | None
+    detect: "Detector"  # HTM's
+    vtm: VTM | None
+    feeds: Mapping[int, VTM]  # later layers of VTM, which get tokens of this block, by layer
+    tried: "Detector | None"  # the detector that `trial.py` tries out on this block
+
+    @property
+    def block(self) -> nn.Module:
+        return self.parts[0].module
+
+    @property
+    def forward(self) -> Forward:
+        """The block's own."""
+        return self.parts[0].forward
+
+
 @dataclass(eq=False)
 class BlockInput:
     """The input of a block in one pass; a detector computes saliency from it, `b t`."""
 
     args: tuple[Any, ...]  # of the block: its tokens, `b n d` or `b rows columns d`, first
     kwargs: Mapping[str, Any]
-    adapter: Adapter
-    blocks: Sequence[nn.Module]  # this one and those after it
-    name: str
+    plan: Plan  # of the block
     input_gradient: Tensor | None = None  # b h w, its magnitude
     grid: tuple[int, int] | None = None  # rows and columns of patches, if known
     sight: Sight = field(default_factory=Sight)  # of the block, once it is proved
@@ -44,7 +83,15 @@ class BlockInput:
 
     @property
     def block(self) -> nn.Module:
-        return self.blocks[0]
+        return self.plan.block
+
+    @property
+    def adapter(self) -> Adapter:
+        return self.plan.adapter
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
 
     @property
     def tokens(self) -> Tensor:
@@ -66,6 +113,10 @@ class BlockInput:
         """Returns a copy with other tokens, of the shape of its own or `b n d`."""
         return replace(self, args=(x.view(self.tokens.shape), *self.args[1:]))
 
+    def run(self) -> Any:
+        """Runs the block itself, to which nothing of TokenMixup stands in."""
+        return self.plan.forward(*self.args, **self.kwargs)
+
     def watching(self, **more: Any) -> Watching:
         """Returns what sees the attention that the block computes on these tokens."""
         self.watched.append(self.name)
@@ -80,25 +131,6 @@ class BlockInput:
 
 
 Detector = Callable[[BlockInput], Tensor]  # saliency, b t
-
-
-@dataclass(eq=False)
-class Plan:
-    """What passes do at a block."""
-
-    index: int
-    name: str
-    blocks: Sequence[nn.Module]  # this one and those after it
-    adapter: Adapter
-    htm: HTM | None
-    detect: Detector  # HTM's
-    vtm: VTM | None
-    feeds: Mapping[int, VTM]  # later layers of VTM, which get tokens of this block, by layer
-    tried: Detector | None  # the detector that `trial.py` tries out on this block
-
-    @property
-    def block(self) -> nn.Module:
-        return self.blocks[0]
 
 
 @dataclass(eq=False)
@@ -139,10 +171,7 @@ def check_memory(entry: BlockInput, memory: Memory) -> None:
 
 
 def run_watched(
-    forward: Forward,
-    entry: BlockInput,
-    memory: Memory | None = None,
-    keeps_map: bool = True,
+    entry: BlockInput, memory: Memory | None = None, keeps_map: bool = True
 ) -> tuple[Any, Watching]:
     """Runs a block, whose attention also gets the keys and values of a memory (Eq. 13).
 
@@ -150,37 +179,37 @@ def run_watched(
     """
     attended = None
     if memory is not None:
-        attended = attended_of_memory(forward, entry, memory)
+        attended = attended_of_memory(entry, memory)
     watching = entry.watching(keeps_map=keeps_map, memory=attended)
     with watching:
-        out = forward(*entry.args, **entry.kwargs)
+        out = entry.run()
     return out, watching
 
 
-def run_to_attention(forward: Forward, entry: BlockInput, of_memory: bool = False) -> Watching:
+def run_to_attention(entry: BlockInput, of_memory: bool = False) -> Watching:
     """Runs a block as far as its attention, or to its end if its proof asks for that."""
     watching = entry.watching(keeps_map=not of_memory, ends=True, of_memory=of_memory)
     try:
         with watching:
-            forward(*entry.args, **entry.kwargs)
+            entry.run()
     except MapSeen:
         pass
     return watching
 
 
-def attended_of(forward: Forward, entry: BlockInput, of_memory: bool = False) -> Attended:
+def attended_of(entry: BlockInput, of_memory: bool = False) -> Attended:
     """Returns the keys and values of a block's tokens.
 
     Raises Refused unless it calls scaled_dot_product_attention or torch's multi-head attention.
     """
-    watching = run_to_attention(forward, entry, of_memory)
+    watching = run_to_attention(entry, of_memory)
     if watching.attended is None:
         raise Refused(f"{entry.name} {NOT_FUSED}")
     watching.check()
     return watching.attended
 
 
-def attended_of_memory(forward: Forward, entry: BlockInput, memory: Memory) -> AttendedMemory:
+def attended_of_memory(entry: BlockInput, memory: Memory) -> AttendedMemory:
     """Returns the keys and values that a block makes of a memory, from its tokens alone.
 
     The block's own prefix is put before them, since rotary positions know it by its place. What the
@@ -201,14 +230,14 @@ def attended_of_memory(forward: Forward, entry: BlockInput, memory: Memory) -> A
     sight = entry.sight._replace(call=1, maps=1)
     alone = replace(entry, args=(tokens, *entry.args[1:]), kwargs=kwargs, sight=sight)
     if not generators:
-        keys, values = attended_of(forward, alone, of_memory=True)
+        keys, values = attended_of(alone, of_memory=True)
     elif torch.compiler.is_compiling():
         raise Refused(
             f"{entry.name} draws in front of its attention: with VTM it is no part of one graph"
         )
     else:
         with unchanged(*generators):
-            keys, values = attended_of(forward, alone, of_memory=True)
+            keys, values = attended_of(alone, of_memory=True)
     return AttendedMemory(keys[..., prefix:, :], values[..., prefix:, :], indices)
 
 

@@ -48,7 +48,7 @@ from tokenmixup.adapters import (
     patch_embed_of,
     width_of,
 )
-from tokenmixup.block import Forward, Plan
+from tokenmixup.block import Forward, Part, Plan, plain_forward
 from tokenmixup.contexts import evaluating
 from tokenmixup.horizontal import PAPER
 from tokenmixup.kept import generators_of, unchanged
@@ -65,19 +65,30 @@ from tokenmixup.settings import HTM, VTM, ManifoldMixup, built
 SUM_ROUNDING = 0.01  # of the sum of 1,000 smoothed probabilities in bfloat16
 
 
-class Replaced(NamedTuple):
-    """A module whose `forward` is replaced during a pass."""
+class StandIn(NamedTuple):
+    """What runs instead of the `forward` of a module during a pass."""
 
     module: nn.Module
-    method: Callable[..., Any] | None  # the one of Pass that runs it; None: `checkpoint` runs it
-    subject: Plan | nn.Module  # what the method gets: the plan of a block, or the embedding
-    before: Forward | None  # what the instance had as `forward`; None: that of its class
+    own: Forward | None  # what the instance has as `forward`; None: that of its class
+    forward: Forward
+
+
+class Settled(NamedTuple):
+    """What is known of a model, as long as it is what was `seen`."""
+
+    seen: list[Any]
+    blocks: list[nn.Module]
+    plans: dict[int, Plan]  # by index, of the blocks that something touches
+    stand_ins: list[StandIn]
+
+
+NOTHING = Settled(seen=[], blocks=[], plans={}, stand_ins=[])
 
 
 class Begun(NamedTuple):
     """What is settled before a pass runs."""
 
-    replaced: list[Replaced]
+    stand_ins: list[StandIn]
     gradient: Tensor | None  # b h w, of the input
     manifold: ManifoldMix | None  # the draws
     is_unproved: bool  # whether a block is yet to be tried out
@@ -131,36 +142,25 @@ class TokenMixup(nn.Module):
             self._mixing.vtm = self.vtm.by_layer
         self._given_adapter = adapter
         self._configured_detect = self.detect
-        # holds the pass while it runs, else nothing; a list, for stand-ins that outlive it
-        self._running: list[Pass] = []
-        self._forget()
+        self.adapter = adapter or adapter_of(model)
+        self._settled = NOTHING
+        self._proofs = Proofs()
+        self._running: list[Pass] = []  # the pass while it runs, which the stand-ins outlive
         if self._mixing.touched() or checkpoint_blocks:
             check_unwrapped(model)
-            self._look_up()
+            self._settle()
         self.scorenets = nn.ModuleDict({str(x): self._new_scorenet(x) for x in self._mixing.htm})
 
-    def _forget(self) -> None:
-        """Forgets what `_look_up` and `_replace_forwards` have found out about the model."""
-        self.adapter = self._given_adapter or adapter_of(self.model)
-        self._blocks: list[nn.Module] = []
-        self._plans: dict[int, Plan] = {}  # by index, of the blocks that something touches
-        self._seen_model: list[Any] = []  # model and settings of the plans
-        self._proofs = Proofs()
-        self._replaced: list[Replaced] = []
-        self._stand_ins: list[Forward] = []  # of the replaced modules
-
     def __getstate__(self) -> dict[str, Any]:
-        """A copy makes plans, proofs and stand-ins of its own: these hold modules of this one."""
-        state = dict(vars(self))
-        state.update(_plans={}, _seen_model=[], _proofs=Proofs(), _replaced=[], _stand_ins=[])
-        return state
+        """A copy settles its own: plans, proofs and stand-ins hold modules of this one."""
+        return {**vars(self), "_settled": NOTHING, "_proofs": Proofs()}
 
     def _new_scorenet(self, layer: int) -> ScoreNet:
         assert self.htm is not None  # it has layers
         pooling = self.htm.pooling
         if pooling == "auto":
             pooling = "class_token" if self.adapter.reads_class_token else "attention"
-        width = width_of(self.model, self._blocks[layer], self.adapter)
+        width = width_of(self.model, self._settled.blocks[layer], self.adapter)
         scorenet = ScoreNet(width, self.num_classes, pooling, self.htm.stop_gradient)
         like = next(self.model.parameters())
         return scorenet.to(like.device, like.dtype)
@@ -192,7 +192,7 @@ class TokenMixup(nn.Module):
                 raise
             raise FloatingPointError(f"images{bad}: not finite; {error}") from error
         finally:
-            restore_forwards(begun.replaced)
+            take_away(begun.stand_ins)
 
     @torch.compiler.disable
     def _run_apart(self, images: Tensor, targets: Tensor, begun: Begun) -> None:
@@ -208,7 +208,7 @@ class TokenMixup(nn.Module):
         manifold: ManifoldMix | None,
     ) -> Output:
         state = Pass(
-            plans=self._plans,
+            plans=self._settled.plans,
             scorenets=self.scorenets,
             rules=self.rules,
             proofs=self._proofs,
@@ -232,32 +232,48 @@ class TokenMixup(nn.Module):
         check_batch(images, targets, self.num_classes)
         is_unproved = False
         if self._mixing.touched() or self.checkpoint_blocks:
-            self._look_up()
-            is_unproved = self._proofs.look(self.model, self._plans, images)
+            self._settle()
+            is_unproved = self._proofs.look(self.model, self._settled.plans, images)
         gradient = self._input_gradient(images, targets)
         manifold = None
         if self._mixing.manifold is not None:
             manifold = draw_manifold_mix(self._mixing.manifold, images)
-        return Begun(self._replace_forwards(), gradient, manifold, is_unproved)
+        for each in self._settled.stand_ins:
+            vars(each.module)["forward"] = each.forward
+        return Begun(self._settled.stand_ins, gradient, manifold, is_unproved)
 
-    def _look_up(self) -> None:
+    def _settle(self) -> None:
         """Plans for the blocks as they are now. Raises ValueError if they cannot serve."""
         adapter = self._given_adapter or checked_adapter_of(self.model)
         blocks = blocks_of(self.model, adapter)
-        settings = [adapter, self._mixing, self.detect]
         modules = [self.model, *blocks]
-        kinds = [type(self), *map(type, modules)]  # which FSDP changes
-        seen_model = settings + modules + kinds
-        if seen_model == self._seen_model:  # keeps the plans, whose identity torch.compile guards
+        embedding = None
+        if self._mixing.touched():
+            embedding = patch_embed_of(self.model, adapter)
+        if embedding is not None:
+            modules.append(embedding)
+        seen = [type(self), adapter, self._mixing, self.detect]  # FSDP changes types
+        for module in modules:
+            seen += [module, type(module), vars(module).get("forward")]
+        if seen == self._settled.seen:  # keeps the plans, whose identity torch.compile guards
             return
         check_layers(self._mixing, self.model, blocks, adapter)
         check_needs(self._mixing, self.model, adapter, is_whole=not is_sharded(self))
         self.adapter = adapter
-        self._blocks = blocks
-        self._plans = {index: self._plan(index) for index in self._mixing.touched()}
-        self._seen_model = seen_model
+        plans = {index: self._plan(index, blocks) for index in self._mixing.touched()}
+        runs: dict[nn.Module, Forward] = {}
+        for index, block in enumerate(blocks):
+            if index in plans:
+                runs[block] = partial(run_in_pass, self._running, Pass.run_block, plans[index])
+            elif self.checkpoint_blocks:
+                runs[block] = partial(checkpoint, plain_forward(block), use_reentrant=False)
+        if embedding is not None:
+            part = Part(embedding, plain_forward(embedding))
+            runs[embedding] = partial(run_in_pass, self._running, Pass.embed, part)
+        stand_ins = [StandIn(x, vars(x).get("forward"), run) for x, run in runs.items()]
+        self._settled = Settled(seen, blocks, plans, stand_ins)
 
-    def _plan(self, index: int) -> Plan:
+    def _plan(self, index: int, blocks: Sequence[nn.Module]) -> Plan:
         htm = self._mixing.htm.get(index)
         vtm = self._mixing.vtm.get(index)
         feeds = {layer: later for layer, later in self._mixing.vtm.items() if layer > index}
@@ -269,8 +285,8 @@ class TokenMixup(nn.Module):
             tried = by_attention
         return Plan(
             index=index,
-            name=f"block {index} ({type(self._blocks[index]).__name__})",
-            blocks=self._blocks[index:],
+            name=f"block {index} ({type(blocks[index]).__name__})",
+            parts=[Part(block, plain_forward(block)) for block in blocks[index:]],
             adapter=self.adapter,
             htm=htm,
             detect=self.detect,
@@ -287,38 +303,6 @@ class TokenMixup(nn.Module):
             images = images.to(next(self.model.parameters()).dtype)  # it runs without autocast
             return input_gradient(lambda x: logits_of(self.model(x)), images, targets)
 
-    def _replace_forwards(self) -> list[Replaced]:
-        """Replaces `forward` of the modules that a pass goes through, which it returns."""
-        replaced = self._modules_of_a_pass()
-        if replaced != self._replaced:  # else keeps the stand-ins, for torch.compile as well
-            self._replaced = replaced
-            self._stand_ins = [self._stand_in(each) for each in replaced]
-        for each, stand_in in zip(replaced, self._stand_ins, strict=True):
-            vars(each.module)["forward"] = stand_in
-        return replaced
-
-    def _modules_of_a_pass(self) -> list[Replaced]:
-        """Returns the embedding, then the blocks that something touches or checkpointing reruns."""
-        found = []
-        embedding = patch_embed_of(self.model, self.adapter) if self._plans else None
-        if embedding is not None:
-            before = vars(embedding).get("forward")
-            found.append(Replaced(embedding, Pass.embed, embedding, before))
-        for index, block in enumerate(self._blocks):
-            before = vars(block).get("forward")
-            if index in self._plans:
-                found.append(Replaced(block, Pass.run_block, self._plans[index], before))
-            elif self.checkpoint_blocks:
-                found.append(Replaced(block, None, block, before))
-        return found
-
-    def _stand_in(self, replaced: Replaced) -> Forward:
-        """Returns what runs instead of a module's `forward`."""
-        forward = replaced.before or partial(forward_of_class, replaced.module)
-        if replaced.method is None:
-            return partial(checkpoint, forward, use_reentrant=False)
-        return partial(run_in_pass, self._running, replaced.method, forward, replaced.subject)
-
     def stop_mixing(self) -> None:
         """Disables all mixing in training for good and freezes the ScoreNets.
 
@@ -326,7 +310,7 @@ class TokenMixup(nn.Module):
         waits for the gradients of the ScoreNets: wrap the module again.
         """
         self._mixing = Mixing()
-        self._forget()
+        self._settled = NOTHING
         self.scorenets.requires_grad_(False)
 
     @torch.no_grad()
@@ -375,18 +359,13 @@ class TokenMixup(nn.Module):
 attach = TokenMixup  # `attach(model, ...)` says what happens to the model
 
 
-def forward_of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Runs the `forward` that the class of a module has now."""
-    return type(module).forward(module, *args, **kwargs)
-
-
 @torch.compiler.disable
-def restore_forwards(replaced: Sequence[Replaced]) -> None:
+def take_away(stand_ins: Sequence[StandIn]) -> None:
     """Takes the stand-ins away, whatever has become of them."""
-    for each in replaced:
+    for each in stand_ins:
         vars(each.module).pop("forward", None)
-        if each.before is not None:
-            vars(each.module)["forward"] = each.before
+        if each.own is not None:
+            vars(each.module)["forward"] = each.own
 
 
 def check_batch(images: Any, targets: Any, num_classes: int) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from tokenmixup.attention import AttentionMap
 from tokenmixup.block import (
     BlockInput,
-    Forward,
     Memory,
+    Part,
     Plan,
     check_memory,
     check_tokens,
@@ -45,20 +45,18 @@ class Pass:
     manifold: ManifoldMix | None
     num_patches: int | None = None  # of the patch embedding's output
     grid: tuple[int, int] | None = None  # rows and columns of patches
-    # whether a detector or a trial runs a block: a stand-in then calls the plain `forward`
-    calls_plain: bool = False
     entered: list[int] = field(default_factory=list)  # indices of the blocks that have begun
     memories: dict[int, Memory] = field(default_factory=dict)  # by layer of VTM
     layers: list[LayerMix] = field(default_factory=list)
     autograd: Autograd = field(default_factory=autograd_now)
 
-    def run_block(self, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def run_block(self, plan: Plan, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs a block on what manifold mixup, HTM and VTM make of its input."""
         entry = self._enter(plan, args, kwargs)
         entry, vtm_saliency = self._mix(plan, entry)
         # a source of VTM without HTM keeps the map of this run for `_remember`
         keeps_map = bool(plan.feeds) and vtm_saliency is None
-        out, seen = self._run(plan, forward, entry, keeps_map)
+        out, seen = self._run(plan, entry, keeps_map)
         self._remember(plan, entry, vtm_saliency, seen)
         return out
 
@@ -79,16 +77,12 @@ class Pass:
         entry = BlockInput(
             args=args,
             kwargs=kwargs,
-            adapter=plan.adapter,
-            blocks=plan.blocks,
-            name=plan.name,
+            plan=plan,
             input_gradient=self.input_gradient,
             grid=grid,
         )
         self._check_count(plan, entry.num_tokens)
-        self.calls_plain = True
         entry = self.proofs.proved(plan, entry)
-        self.calls_plain = False
         if self.manifold is None or self.manifold.layer != plan.index:
             return entry
         self.targets = self.manifold(self.targets)
@@ -167,12 +161,10 @@ class Pass:
 
         Both are `b t`; VTM's is always by attention.
         """
-        self.calls_plain = True
         saliency = plan.detect(entry)
         vtm_saliency = None
         if plan.feeds:
             vtm_saliency = saliency if plan.detect is by_attention else by_attention(entry)
-        self.calls_plain = False
         t = entry.num_tokens - plan.adapter.num_prefix_tokens
         found = list(saliency.shape)
         expected = [len(self.targets), t]
@@ -182,7 +174,7 @@ class Pass:
         return saliency, vtm_saliency
 
     def _run(
-        self, plan: Plan, forward: Forward, entry: BlockInput, keeps_map: bool
+        self, plan: Plan, entry: BlockInput, keeps_map: bool
     ) -> tuple[Any, AttentionMap | None]:
         """Runs a block as a whole, with VTM's memory if it has one.
 
@@ -194,10 +186,10 @@ class Pass:
         # also after a detector: its run ended at the first map, so only this one can find a second
         reads_map = bool(plan.feeds or entry.watched) or memory is not None
         if not reads_map or plan.adapter.saliency is not None:
-            out = forward(*entry.args, **entry.kwargs)
+            out = entry.run()
             checked_tokens(entry, out)
             return out, None
-        out, watching = run_watched(forward, entry, memory, keeps_map)
+        out, watching = run_watched(entry, memory, keeps_map)
         watching.check()
         checked_tokens(entry, out)
         return out, watching.map
@@ -222,14 +214,12 @@ class Pass:
             memory.indices.append(indices)
             memory.shapes.append(entry.flat_tokens.shape[1:])
 
-    def embed(
-        self, forward: Forward, embedding: nn.Module, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def embed(self, embedding: Part, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs the patch embedding; keeps number and grid of the patches."""
-        out = forward(*args, **kwargs)
+        out = embedding.forward(*args, **kwargs)
         if not isinstance(out, Tensor) or out.ndim not in (3, 4):
             return out
-        patches = out.movedim(1, -1) if isinstance(embedding, nn.Conv2d) else out
+        patches = out.movedim(1, -1) if isinstance(embedding.module, nn.Conv2d) else out
         self.num_patches = patches.shape[1:-1].numel()
         if patches.ndim == 4:
             self.grid = (patches.shape[1], patches.shape[2])
@@ -252,19 +242,13 @@ class Pass:
 
 
 def run_in_pass(
-    passes: list[Pass],
-    method: Callable[..., Any],
-    forward: Forward,
-    subject: Plan | nn.Module,
-    /,
-    *args: Any,
-    **kwargs: Any,
+    passes: list[Pass], method: Callable[..., Any], subject: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Stands in for `forward`: the plain one of a block, or of the patch embedding.
+    """Stands in for the `forward` of a block, or of the patch embedding.
 
-    `passes`: holds the pass while it runs, else nothing; `method`: of Pass, which runs `forward`;
-    `subject`: the plan of the block, or the embedding.
+    `passes`: holds the pass while it runs, else nothing; `method`: of Pass, which runs the
+    `subject`, the plan of the block or the embedding.
     """
-    if not passes or passes[0].calls_plain:
-        return forward(*args, **kwargs)
-    return method(passes[0], forward, subject, args, kwargs)
+    if not passes:
+        return subject.forward(*args, **kwargs)
+    return method(passes[0], subject, args, kwargs)

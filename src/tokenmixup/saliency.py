@@ -105,10 +105,9 @@ def map_of(entry: BlockInput) -> AttentionMap:
     """Runs a block as far as its attention map, which it returns.
 
     Its `forward` is called, so that hooks on the block see one run; those inside of it see two.
-    During a pass that is a stand-in, which `Pass.calls_plain` sends to the plain one. Gradients are
-    recorded as in training, since a block may ask for them; the map itself has none.
+    Gradients are recorded as in training, since a block may ask for them; the map itself has none.
     """
-    return run_to_attention(entry.block.forward, entry).kept_map()
+    return run_to_attention(entry).kept_map()
 
 
 @torch.no_grad()
@@ -146,13 +145,14 @@ def by_gradient(entry: BlockInput) -> Tensor:
 @torch.no_grad()
 def by_rollout(steps: int, entry: BlockInput) -> Tensor:
     """Saliency by attention rollout over `steps` further blocks, without dropout."""
-    adapter = entry.adapter
-    first = entry.name
+    plan = entry.plan
+    adapter = plan.adapter
     maps = []
-    for step, block in enumerate(entry.blocks[: steps + 1]):
-        entry = replace(entry, name=f"{first} + {step}")
-        with evaluating(block):
-            out, watching = run_watched(block.forward, entry)
+    for step in range(steps + 1):
+        of_step = replace(plan, name=f"{plan.name} + {step}", parts=plan.parts[step:])
+        entry = replace(entry, plan=of_step)
+        with evaluating(entry.block):
+            out, watching = run_watched(entry)
         maps.append(watching.kept_map().probabilities())
         # what is proved of the first block is no other's
         entry = replace(entry.with_tokens(checked_tokens(entry, out)), sight=Sight())

@@ -171,7 +171,7 @@ class Trial:
 
     def output(self) -> list[Tensor]:
         entry = self.entry_of(self.x)
-        out = self.block.forward(*entry.args, **entry.kwargs)
+        out = entry.run()
         if not torch.equal(entry.tokens, self.x):
             self.refuse(f"changes the tokens that it gets in place: {STILL_NEEDED}")
         return [checked_tokens(self.entry, out).detach()]
@@ -238,7 +238,7 @@ class Trial:
         def run() -> dict[int, Tensor]:
             maps: dict[int, AttentionMap] = {}
             with entry.watching(candidates=maps):
-                self.block.forward(*entry.args, **entry.kwargs)
+                entry.run()
             few = {call: seen.of(SAMPLES) for call, seen in maps.items()}
             return {call: seen.probabilities().flatten(1, -3) for call, seen in few.items()}
 
@@ -324,7 +324,7 @@ class Trial:
     def with_memory(self, tokens: Tensor, memory: Tensor) -> list[Tensor]:
         given = [x.detach().requires_grad_(self.x.requires_grad) for x in (tokens, memory)]
         entry = self.entry_of(given[0])
-        out, _ = run_watched(self.block.forward, entry, Memory([given[1]], [self.indices]))
+        out, _ = run_watched(entry, Memory([given[1]], [self.indices]))
         own = checked_tokens(entry, out)
         if not self.x.requires_grad:
             return [own]
@@ -351,13 +351,13 @@ class Trial:
     def keys_alone(self) -> list[Tensor]:
         tokens = self.x.take_along_dim(self.indices[..., None], dim=1)
         memory = Memory([tokens], [self.indices])
-        alone = attended_of_memory(self.block.forward, self.entry, memory)
+        alone = attended_of_memory(self.entry, memory)
         return [alone.keys, alone.values]
 
     def keys_in(self, tokens: Tensor, evaluates: bool = False) -> list[Tensor]:
         """Returns the keys and values of a memory's tokens among all."""
         entry = self.entry_of(tokens)
-        own = self.run("as it is", lambda: attended_of(self.block.forward, entry), evaluates)
+        own = self.run("as it is", lambda: attended_of(entry), evaluates)
         return [at_places(x, self.indices, dim=-2) for x in own]
 
     def compare(self, found: Sequence[Tensor], expected: Sequence[Tensor], reason: str) -> None:
