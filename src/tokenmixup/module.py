@@ -56,7 +56,7 @@ from tokenmixup.manifold import ManifoldMix, draw_manifold_mix
 from tokenmixup.needs import Mixing, check_layers, check_needs
 from tokenmixup.output import LayerMix, Output
 from tokenmixup.passes import Pass, run_in_pass
-from tokenmixup.prove import Proofs
+from tokenmixup.prove import Sights, are_proved, can_run_apart, check_parts, mode_of, state_of
 from tokenmixup.rules import rules_of
 from tokenmixup.saliency import Detector, by_attention, by_gradient, detector_of, input_gradient
 from tokenmixup.scorenet import ScoreNet
@@ -78,20 +78,21 @@ class Settled(NamedTuple):
 
     seen: list[Any]
     blocks: list[nn.Module]
+    parts: list[nn.Module]  # of the blocks that something touches
     plans: dict[int, Plan]  # by index, of the blocks that something touches
     stand_ins: list[StandIn]
+    sights: dict[Any, Sights]  # by the mode of training
 
 
-NOTHING = Settled(seen=[], blocks=[], plans={}, stand_ins=[])
+NOTHING = Settled(seen=[], blocks=[], parts=[], plans={}, stand_ins=[], sights={})
 
 
 class Begun(NamedTuple):
     """What is settled before a pass runs."""
 
-    stand_ins: list[StandIn]
     gradient: Tensor | None  # b h w, of the input
     manifold: ManifoldMix | None  # the draws
-    is_unproved: bool  # whether a block is yet to be tried out
+    is_proved: bool  # whether each block has been tried out
 
 
 class TokenMixup(nn.Module):
@@ -144,16 +145,16 @@ class TokenMixup(nn.Module):
         self._configured_detect = self.detect
         self.adapter = adapter or adapter_of(model)
         self._settled = NOTHING
-        self._proofs = Proofs()
+        self._sights: Sights = {}  # in the present mode of training
         self._running: list[Pass] = []  # the pass while it runs, which the stand-ins outlive
         if self._mixing.touched() or checkpoint_blocks:
             check_unwrapped(model)
-            self._settle()
+            self._look_up()
         self.scorenets = nn.ModuleDict({str(x): self._new_scorenet(x) for x in self._mixing.htm})
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy settles its own: plans, proofs and stand-ins hold modules of this one."""
-        return {**vars(self), "_settled": NOTHING, "_proofs": Proofs()}
+        return {**vars(self), "_settled": NOTHING, "_sights": {}}
 
     def _new_scorenet(self, layer: int) -> ScoreNet:
         assert self.htm is not None  # it has layers
@@ -179,7 +180,7 @@ class TokenMixup(nn.Module):
         begun = self._begin(images, targets)
         assert targets is not None  # or the batch was refused
         try:
-            if begun.is_unproved and get_eval_frame_callback():  # a compiler's
+            if not begun.is_proved and get_eval_frame_callback():  # a compiler's
                 self._run_apart(images, targets, begun)
             # A compiler would trace the backward pass under the autocast of this call. With "off"
             # it has none, as in eager mode: ScoreNet's gradients have its parameters' precision.
@@ -192,7 +193,7 @@ class TokenMixup(nn.Module):
                 raise
             raise FloatingPointError(f"images{bad}: not finite; {error}") from error
         finally:
-            take_away(begun.stand_ins)
+            take_away(self._settled.stand_ins)
 
     @torch.compiler.disable
     def _run_apart(self, images: Tensor, targets: Tensor, begun: Begun) -> None:
@@ -211,7 +212,7 @@ class TokenMixup(nn.Module):
             plans=self._settled.plans,
             scorenets=self.scorenets,
             rules=self.rules,
-            proofs=self._proofs,
+            sights=self._sights,
             targets=targets,
             input_gradient=input_gradient,
             manifold=manifold,
@@ -230,37 +231,46 @@ class TokenMixup(nn.Module):
         if getattr(self, "_is_replica", False):
             raise ValueError("TokenMixup trains under DistributedDataParallel, not DataParallel")
         check_batch(images, targets, self.num_classes)
-        is_unproved = False
         if self._mixing.touched() or self.checkpoint_blocks:
-            self._settle()
-            is_unproved = self._proofs.look(self.model, self._settled.plans, images)
+            self._look_up()
+        mode = mode_of(self._settled.parts, images)
+        self._sights = self._settled.sights.setdefault(mode, {})
         gradient = self._input_gradient(images, targets)
         manifold = None
         if self._mixing.manifold is not None:
             manifold = draw_manifold_mix(self._mixing.manifold, images)
         for each in self._settled.stand_ins:
             vars(each.module)["forward"] = each.forward
-        return Begun(self._settled.stand_ins, gradient, manifold, is_unproved)
+        return Begun(gradient, manifold, are_proved(self._settled.plans, self._sights))
 
-    def _settle(self) -> None:
-        """Plans for the blocks as they are now. Raises ValueError if they cannot serve."""
+    def _look_up(self) -> None:
+        """Settles what is known of the model, unless it is as it was.
+
+        Raises ValueError if it cannot serve.
+        """
         adapter = self._given_adapter or checked_adapter_of(self.model)
         blocks = blocks_of(self.model, adapter)
-        modules = [self.model, *blocks]
-        embedding = None
-        if self._mixing.touched():
-            embedding = patch_embed_of(self.model, adapter)
-        if embedding is not None:
-            modules.append(embedding)
-        seen = [type(self), adapter, self._mixing, self.detect]  # FSDP changes types
-        for module in modules:
-            seen += [module, type(module), vars(module).get("forward")]
+        check_layers(self._mixing, self.model, blocks, adapter)
+        touched = self._mixing.touched()
+        parts = [part for index in touched for part in blocks[index].modules()]
+        embedding = patch_embed_of(self.model, adapter) if touched else None
+        device = next(self.model.parameters()).device
+        seen = [type(self), adapter, self._mixing, self.detect, device, *state_of(parts)]
+        for module in (self.model, *blocks, embedding):  # FSDP changes types
+            seen += [module, type(module), getattr(module, "forward", None)]
         if seen == self._settled.seen:  # keeps the plans, whose identity torch.compile guards
             return
-        check_layers(self._mixing, self.model, blocks, adapter)
         check_needs(self._mixing, self.model, adapter, is_whole=not is_sharded(self))
         self.adapter = adapter
-        plans = {index: self._plan(index, blocks) for index in self._mixing.touched()}
+        can_run = can_run_apart(self.model, device)
+        plans = {index: self._plan(index, blocks, can_run) for index in touched}
+        stand_ins = self._stand_ins(blocks, plans, embedding)
+        self._settled = Settled(seen, blocks, parts, plans, stand_ins, sights={})
+
+    def _stand_ins(
+        self, blocks: Sequence[nn.Module], plans: Mapping[int, Plan], embedding: nn.Module | None
+    ) -> list[StandIn]:
+        """Returns those of the embedding, and of blocks that something touches or reruns."""
         runs: dict[nn.Module, Forward] = {}
         for index, block in enumerate(blocks):
             if index in plans:
@@ -270,10 +280,9 @@ class TokenMixup(nn.Module):
         if embedding is not None:
             part = Part(embedding, plain_forward(embedding))
             runs[embedding] = partial(run_in_pass, self._running, Pass.embed, part)
-        stand_ins = [StandIn(x, vars(x).get("forward"), run) for x, run in runs.items()]
-        self._settled = Settled(seen, blocks, plans, stand_ins)
+        return [StandIn(x, vars(x).get("forward"), run) for x, run in runs.items()]
 
-    def _plan(self, index: int, blocks: Sequence[nn.Module]) -> Plan:
+    def _plan(self, index: int, blocks: Sequence[nn.Module], can_run: bool) -> Plan:
         htm = self._mixing.htm.get(index)
         vtm = self._mixing.vtm.get(index)
         feeds = {layer: later for layer, later in self._mixing.vtm.items() if layer > index}
@@ -283,7 +292,7 @@ class TokenMixup(nn.Module):
             tried = self.detect
         elif feeds or vtm is not None:
             tried = by_attention
-        return Plan(
+        plan = Plan(
             index=index,
             name=f"block {index} ({type(blocks[index]).__name__})",
             parts=[Part(block, plain_forward(block)) for block in blocks[index:]],
@@ -292,8 +301,10 @@ class TokenMixup(nn.Module):
             detect=self.detect,
             vtm=vtm,
             feeds=feeds,
-            tried=tried,
+            tried=tried if can_run else None,
         )
+        check_parts(plan)
+        return plan
 
     def _input_gradient(self, images: Tensor, targets: Tensor) -> Tensor | None:
         """Returns the input gradient if HTM takes it."""

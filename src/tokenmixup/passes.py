@@ -24,7 +24,7 @@ from tokenmixup.block import (
 from tokenmixup.horizontal import Rules, mix_horizontal
 from tokenmixup.manifold import ManifoldMix
 from tokenmixup.output import LayerMix, Output, output_of
-from tokenmixup.prove import Proofs
+from tokenmixup.prove import Sights, proved
 from tokenmixup.rules import in_published_order
 from tokenmixup.saliency import by_attention, saliency_of_map
 from tokenmixup.scorenet import ScoreNet, difficulty
@@ -39,7 +39,7 @@ class Pass:
     plans: Mapping[int, Plan]  # of the blocks that something touches
     scorenets: nn.ModuleDict  # by index
     rules: Rules
-    proofs: Proofs
+    sights: Sights
     targets: Tensor  # b c, as mixed so far
     input_gradient: Tensor | None  # b h w, its magnitude
     manifold: ManifoldMix | None
@@ -82,7 +82,7 @@ class Pass:
             grid=grid,
         )
         self._check_count(plan, entry.num_tokens)
-        entry = self.proofs.proved(plan, entry)
+        entry = proved(self.sights, entry)
         if self.manifold is None or self.manifold.layer != plan.index:
             return entry
         self.targets = self.manifold(self.targets)

@@ -1,12 +1,12 @@
-"""Which blocks are tried out as they first train, and when again.
+"""When a block is tried out: as it first trains, and again when it or what it gets is another.
 
 A block may consist of anything, so what `watch.py` assumes of it is proved by trial, as the
-properties of `trial.py`: once, and again when the block or what it gets is no longer what it was.
+properties of `trial.py`.
 """
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,62 +22,30 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
 NOT_PROVED = "TokenMixup proves nothing of blocks under fully_shard: train a batch before sharding"
 COMPILED = "compiled, it gets arguments for which it is not proved: train an uncompiled batch first"
 
-
-@dataclass(eq=False)
-class Proof:
-    """What a block is; as another one it must be proved again."""
-
-    state: list[Any]
-    is_due: bool  # else nothing is to be proved of it, or nothing can be
-    # what was found out about it: for each kind of its arguments, in all modes of training
-    by_mode: dict[Any, list[tuple[Any, Sight]]] = field(default_factory=dict)
-    found: list[tuple[Any, Sight]] = field(default_factory=list)  # in the present mode
+# what proofs have found out, by the index of the block and the kinds of its arguments
+Sights = dict[Any, Sight]
 
 
-class Proofs:
-    """What has been proved of the blocks that a module touches."""
-
-    def __init__(self) -> None:
-        self.by_block: dict[int, Proof] = {}  # by the index of the block
-
-    def look(self, model: nn.Module, plans: Mapping[int, Plan], images: Tensor) -> bool:
-        """Forgets what has been proved of blocks that are others now.
-
-        Returns whether any is still to be proved. Raises ValueError for parts that cannot serve.
-        """
-        parts = {index: list(plan.block.modules()) for index, plan in plans.items()}
-        states = {i: state_of(plan, parts[i], images) for i, plan in plans.items()}
-        kept = {i: proof for i, proof in self.by_block.items() if proof.state == states.get(i)}
-        new = [plan for index, plan in plans.items() if index not in kept]
-        for plan in new:
-            check_parts(plan)
-        can_run = any(plan.tried for plan in new) and can_run_apart(model, images)
-        for plan in new:
-            is_due = can_run and plan.tried is not None
-            kept[plan.index] = Proof(states[plan.index], is_due)
-        due = {index: proof for index, proof in kept.items() if proof.is_due}
-        for index, proof in due.items():
-            proof.found = proof.by_mode.setdefault(mode_of(parts[index], images), [])
-        self.by_block = kept
-        return not all(proof.found for proof in due.values())
-
-    def proved(self, plan: Plan, entry: BlockInput) -> BlockInput:
-        """Returns the input with what is known of the block, which is proved if that is due."""
-        proof = self.by_block[plan.index]
-        if not proof.is_due:
-            return entry
-        kind = [kinds_of(entry.args[1:]), kinds_of(entry.kwargs)]
-        for known, sight in proof.found:
-            if known == kind:
-                return replace(entry, sight=sight)
+def proved(sights: Sights, entry: BlockInput) -> BlockInput:
+    """Returns the input of a block with what is known of it, which is proved if that is due."""
+    plan = entry.plan
+    if plan.tried is None:
+        return entry
+    key = (plan.index, kinds_of(entry.args[1:]), kinds_of(entry.kwargs))
+    if key not in sights:
         if torch.compiler.is_compiling():
             raise ValueError(f"{plan.name}: {COMPILED}")
-        sight = prove_block(plan, entry)
-        proof.found.append((kind, sight))
-        return replace(entry, sight=sight)
+        sights[key] = prove_block(plan, entry)
+    return replace(entry, sight=sights[key])
 
 
-def can_run_apart(model: nn.Module, images: Tensor) -> bool:
+def are_proved(plans: Mapping[int, Plan], sights: Sights) -> bool:
+    """Whether each block has been proved, for some arguments."""
+    known = {index for index, *_ in sights}
+    return all(index in known for index, plan in plans.items() if plan.tried is not None)
+
+
+def can_run_apart(model: nn.Module, device: torch.device) -> bool:
     """Whether blocks can be run by themselves: not on a meta device, nor under FSDP.
 
     FSDP gathers their parameters for one pass of the whole model.
@@ -85,13 +53,12 @@ def can_run_apart(model: nn.Module, images: Tensor) -> bool:
     if is_sharded(model):
         warnings.warn(NOT_PROVED, stacklevel=2)
         return False
-    return images.device.type != "meta"
+    return device.type != "meta"
 
 
-def state_of(plan: Plan, parts: Sequence[nn.Module], images: Tensor) -> list[Any]:
+def state_of(parts: Sequence[nn.Module]) -> list[Any]:
     """Returns what a proof holds for: any part of a block may be replaced at any time."""
-    has_memory = plan.vtm is not None
-    state: list[Any] = [plan.adapter, plan.tried, has_memory, images.dtype, images.device]
+    state: list[Any] = []
     for part in parts:
         state += [part, type(part), part.forward]
         state += part._forward_pre_hooks.values()
@@ -113,7 +80,7 @@ def kinds_of(given: Any) -> Any:
 
 
 def mode_of(parts: Sequence[nn.Module], images: Tensor) -> Any:
-    """Returns how a block is to train."""
+    """Returns how blocks are to train."""
     modes = tuple(part.training for part in parts)
     is_single = len(images) == 1  # there are no others, of which it could be independent
     return modes, is_single, torch.is_grad_enabled(), dtype_of(images)
