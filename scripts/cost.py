@@ -2,13 +2,15 @@
 
 A training step of each row is timed on random images, at the row's own batch if the device has the
 memory for it; on a CPU at 16 images for every row. HTM mixes every sample, its most expensive case.
-Hours: all epochs, in which a held-out image costs a third of a training image; images are not
-loaded. A CPU trains in float32. Without STUDIES: all of the paper, where a run that studies share
-counts in the first of them.
+Hours: all epochs and evaluations, in which an image costs a third of a training image; images are
+not loaded. A CPU trains in float32. Without STUDIES: all of the paper, where a run that studies
+share counts in the first of them.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -45,9 +47,22 @@ KNOWN = {
 def images_of(dataset: Dataset) -> Images:
     """Returns what is known of a data set, and looks into any other."""
     if dataset.name in KNOWN:
-        return KNOWN[dataset.name]
-    data = opened(dataset)
-    return Images(len(data.train), len(data.per_epoch), len(data.classes))
+        known = KNOWN[dataset.name]
+        train = dataset.limit or known.train
+        return known._replace(train=train, held_out=dataset.eval_limit or known.held_out)
+    data = opened(replace(dataset, validation=0.0))
+    return Images(len(data.train), len(data.held_out), len(data.classes))
+
+
+def work_of(config: Config, images: Images) -> float:
+    """Returns what a run does, in training images: three that are evaluated count as one."""
+    evaluations = math.ceil(config.recipe.epochs / config.recipe.evaluate_every)
+    for_validation = round(images.train * config.dataset.validation)
+    evaluated = evaluations * images.held_out
+    if for_validation:  # and held-out images are tested with the last weights and the best
+        evaluated = evaluations * for_validation + 2 * images.held_out
+    batches = TrainingBatches(config, images.train - for_validation, rank=0, ranks=1)
+    return config.recipe.epochs * batches.epoch_images + evaluated / 3
 
 
 def speed(words: Sequence[str], config: Config, classes: int, device: str) -> dict[str, Any]:
@@ -74,11 +89,17 @@ def cost(point: Point, device: str) -> dict[str, Any]:
     """Returns the row of a run, but for how many there are of it."""
     config = point.config
     images = images_of(config.dataset)
-    trained = TrainingBatches(config, images.train, rank=0, ranks=1).epoch_images
-    in_all = config.recipe.epochs * (trained + images.held_out / 3)
     row = {"batch": config.recipe.batch_size}
     row |= speed(point.words, config, images.classes, device)
-    return row | {"hours": in_all / row["images/s"] / 3600}
+    return row | {"hours": work_of(config, images) / row["images/s"] / 3600}
+
+
+def in_words(hours: float) -> str:
+    """Says hours, which may be years."""
+    for unit, size in (("years", 24 * 365.25), ("days", 24.0)):
+        if hours >= 2 * size:
+            return f"{hours:,.1f} hours, {hours / size:,.1f} {unit}"
+    return f"{hours:,.1f} hours"
 
 
 @one_line_errors()
@@ -99,11 +120,10 @@ def main() -> None:
             say(f"measuring {label}")
             rows[label] = {"runs": counts[label], **cost(each, device)}
     table = pd.DataFrame.from_dict(rows, orient="index")
-    hours = table[["hours"]].mul(table.runs, axis=0)
-    sums = hours.groupby(lambda label: label.partition("/")[0], sort=False).sum()
-    say(f"\n{machine(device)}\n")
-    for title, frame in (("A run", table), ("These runs", sums)):
-        say(f"{title}:\n\n{frame.astype(object).to_markdown(floatfmt=',.1f')}\n")
+    hours = table.hours * table.runs
+    say(f"\n{machine(device)}\n\n{table.astype(object).to_markdown(floatfmt=',.1f')}\n")
+    for study, of_rows in hours.groupby(lambda label: label.partition("/")[0], sort=False):
+        say(f"{study}: {len(of_rows)} rows, {in_words(of_rows.sum())} with all runs")
 
 
 if __name__ == "__main__":

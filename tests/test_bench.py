@@ -1,6 +1,7 @@
 """`make bench`, `make cost` and Table 3's latency: what they print and write, at tiny size."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,6 +92,8 @@ OF_OURS = """
 title: one
 rows:
   tiny: [model.embed_dim=16, recipe.epochs=30000]
+  few: [model.embed_dim=16, recipe.epochs=5000, recipe.evaluate_every=2, dataset.limit=640,
+    dataset.eval_limit=90, dataset.validation=0.1]
   conv: [model=timm, model.architecture=resnet18, 'augmentation=[]']  # has no blocks
 """
 
@@ -100,14 +103,19 @@ def test_cost_multiplies_the_time_of_an_image_by_the_images_of_all_runs(here: Pa
     result = script("cost", "own.yaml", "--seeds", "2")
     assert_succeeded(result, "load average")
     rows = rows_of(result)
-    tiny = [number(cell) for cell in rows["own/tiny"]]
-    assert tiny[:3] == [2, 64, 16]  # runs, batch, images that are timed
-    speed = tiny[3]
-    hours = tiny[4]
-    images = 30000 * (22 * 64 + 360 / 3)
-    assert hours == pytest.approx(images / speed / 3600, rel=0.01)
-    both = hours + number(rows["own/conv"][4])
-    assert number(rows["own"][0]) == pytest.approx(2 * both, rel=0.01)
+    work = {
+        "own/tiny": 30000 * (22 * 64 + 360 / 3),
+        "own/few": 5000 * 9 * 64 + (2500 * 64 + 2 * 90) / 3,
+    }
+    for name, images in work.items():
+        runs, batch, timed, speed, hours = map(number, rows[name])
+        assert (runs, batch, timed) == (2, 64, 16)
+        assert hours == pytest.approx(images / speed / 3600, rel=0.05)
+    told = re.search(r"own: 3 rows, (.*) hours, (.*) (days|years) with all runs", result.out)
+    assert told, result.out
+    in_all = 2 * sum(number(rows[name][4]) for name in (*work, "own/conv"))
+    assert number(told[1]) == pytest.approx(in_all, rel=0.01)
+    assert number(told[2]) == pytest.approx(in_all / {"days": 24, "years": 8766}[told[3]], rel=0.05)
 
 
 PAPERS = {"attention": ("16", "1.0"), "gradient": ("236", "14.8"), "random": ("5", "0.3")}
