@@ -703,9 +703,20 @@ def test_a_block_may_draw_from_generators_whose_state_can_be_put_back(settings: 
         for _ in range(draws):
             before.random()
         assert generator.random() == before.random()
-    case = Case(partial(Drawing, random.SystemRandom()), htm=True, vtm=True)
-    with refused("block [02] .*draws from a generator that TokenMixup does not know"):
-        attached(case, **settings)(*batch)
+
+
+class DrawingMean(Drawing):
+    def projected(self, x: Tensor) -> Tensor:
+        return super().projected(x - x.mean(dim=1, keepdim=True))
+
+
+def test_a_block_that_draws_from_elsewhere_is_proved_in_evaluation():
+    for settings in ({"htm": HTM}, {"vtm": VTM}):
+        case = Case(partial(Drawing, random.SystemRandom()), htm=True, vtm=True)
+        assert training_loss(attached(case, **settings)(*batch_of(case))).isfinite()
+    case = Case(partial(DrawingMean, random.SystemRandom()), htm=True, vtm=False)
+    with refused("block 2 .*depend on the tokens beside them"):
+        attached(case, vtm=VTM)(*batch_of(case))
 
 
 class Failing(Block):
