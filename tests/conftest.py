@@ -179,6 +179,7 @@ def refused(told: str, kind: type[Exception] = ValueError) -> Iterator[None]:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current folder, which is empty; modules that lie in it are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # to which this folder may be appended
     yield tmp_path
     for name, module in [*sys.modules.items()]:
         file = vars(module).get("__file__")

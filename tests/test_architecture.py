@@ -11,6 +11,7 @@ SOURCE = ROOT / "src"
 LAYERS = (
     ("files", "machine"),
     ("errors",),
+    ("door",),
     ("config",),
     ("identity",),
     ("data", "models"),

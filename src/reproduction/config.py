@@ -22,6 +22,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
+from reproduction.door import Door
 from reproduction.errors import UserError, in_one_line
 from reproduction.machine import local_ranks, usable_cores
 from tokenmixup import HTM, VTM, ManifoldMixup
@@ -71,6 +72,10 @@ Deviations = Annotated[list[Positive], Field(min_length=3, max_length=3)]
 Range = Annotated[list[Part], Field(min_length=2, max_length=2)]
 FolderName = Annotated[str, AfterValidator(folder_name)]
 PathName = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
+
+# Keys that choose a function. What each one is called with, and returns: docs/extending.md.
+DATA = Door("dataset.source")
+DOORS = {door.key: door for door in (DATA,)}
 
 
 @schema
@@ -162,7 +167,7 @@ class Dataset:
     workers: Workers = "auto"
     validation: Rate = 0.0
     validation_seed: Seed = 0
-    source: str  # package.module:function
+    source: Annotated[str, AfterValidator(DATA.checked)]
     options: dict[str, Any] = Field(default_factory=dict)
 
 

@@ -20,7 +20,7 @@ from reproduction.data.seeding import preserved_generators
 from reproduction.data.sources import opened, record
 from reproduction.errors import PlainError, Pulse, Stopped, UserError, reason_of, say, warn
 from reproduction.folder import RunFolder, hold
-from reproduction.identity import changes, run_hash, saved
+from reproduction.identity import changes, files_of, own_code, run_hash, saved
 from reproduction.machine import git_revision, hardware_name, is_first_rank, local_ranks
 from reproduction.models.build import (
     build_module,
@@ -301,6 +301,7 @@ def _facts(trainer: Trainer, data: Data) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "name": config.name,
         "data": record(data, config.model.weights),
+        "code": files_of(own_code(config)),
         "parameters": count_parameters(trainer.module),
         "seed": config.seed,
         "devices": config.devices,
