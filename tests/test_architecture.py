@@ -35,6 +35,7 @@ STANDARD |= {
     "math",
     "numbers",
     "operator",
+    "pkgutil",
     "random",
     "re",
     "types",

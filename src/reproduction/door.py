@@ -50,6 +50,12 @@ def file_of(path: str) -> str:
     return f"{file.name} with sha256 {sha256(file.read_bytes()).hexdigest()[:8]}"
 
 
+def line_of(error: Exception) -> str:
+    """Returns the type of an error of any code, its message, and where it was raised."""
+    place = extract_tb(error.__traceback__)[-1]
+    return f"{first_line(error)} ({place.filename}:{place.lineno})"
+
+
 @dataclass(frozen=True)
 class Door:
     """What may stand at a key of the configuration that chooses a function."""
@@ -62,9 +68,13 @@ class Door:
     def allowed(self) -> str:
         return " or ".join([", ".join(self.ours), FORM] if self.ours else [FORM])
 
+    def takes(self, chosen: Any) -> bool:
+        """Whether this is a name of ours, or has the form of a path."""
+        return isinstance(chosen, str) and (chosen in self.ours or bool(PATH.fullmatch(chosen)))
+
     def checked(self, chosen: str) -> str:
         """Returns a name of ours or a path; ValueError for anything else."""
-        if chosen not in self.ours and not PATH.fullmatch(chosen):
+        if not self.takes(chosen):
             raise ValueError(f"must be {self.allowed}")
         return chosen
 
@@ -113,6 +123,5 @@ class Door:
         except ModuleNotFoundError as error:
             raise UserError(f"{word}: {error}; {WHERE}") from error
         except Exception as error:  # from any code
-            place = extract_tb(error.__traceback__)[-1]
-            where = f" ({place.filename}:{place.lineno})" if is_own(chosen) else ""
-            raise UserError(f"{word}: {first_line(error)}{where}") from error
+            told = line_of(error) if is_own(chosen) else first_line(error)
+            raise UserError(f"{word}: {told}") from error

@@ -175,7 +175,11 @@ def name_hash(config: Config) -> str:
 
 def own_code(config: Config) -> dict[str, str]:
     """Returns the paths of code from elsewhere that a run names, by their keys."""
-    return {key: x for key, x in flat(asdict(config)) if key in DOORS and is_own(x)}
+    return own_paths(asdict(config))
+
+
+def own_paths(tree: Mapping[str, Any]) -> dict[str, str]:
+    return {key: x for key, x in flat(tree) if key in DOORS and is_own(x)}
 
 
 def files_of(code: Mapping[str, str]) -> dict[str, str]:

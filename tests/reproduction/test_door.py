@@ -28,6 +28,22 @@ def images():
     return sources.digits()
 
 
+def matching():
+    return lambda samples: samples.donors
+
+
+def choosing():
+    return lambda samples: samples.mask_of
+
+
+def labels():
+    return lambda samples: samples.saliency[:, :2]
+
+
+def detecting():
+    return lambda entry: entry.tokens[:, :3, 0]
+
+
 def failing():
     raise KeyError("a key of mine")
 
@@ -38,6 +54,10 @@ IMAGES: Words = ("dataset=custom", "dataset.source=mine_of_tests:images", "datas
 # a key -> the words beside it, but for its path
 KEYS: dict[str, tuple[Words, str]] = {
     "dataset.source": ("dataset=custom", "images"),
+    "augmentation.htm.matching": ((), "matching"),
+    "augmentation.htm.mask_rule": ((), "choosing"),
+    "augmentation.htm.labels": ((), "labels"),
+    "augmentation.htm.detector": ((), "detecting"),
 }
 MISTAKES = {  # path -> what the line names
     "{name}": "must be",
@@ -62,9 +82,22 @@ def test_a_mistyped_path_is_one_line(key: str, module: Path):
     before = snapshot()
     for path, told in MISTAKES.items():
         word = f"{key}={path.format(name=name)}"
-        assert_refused(train(ONE, words, word), word, told.format(name=name, file=module))
+        named = [key, told.format(name=name, file=module)]
+        assert_refused(train(ONE, words, word), *named)
     assert_refused(train(ONE, words, f"{key}=mine_of_tests:{name[:-1]}"), f"perhaps {name}")
     assert snapshot() == before
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key != "dataset.source"])
+def test_what_returns_another_thing_on_a_trial_is_one_line(key: str):
+    words, name = KEYS[key]
+    word = f"{key}=mine_of_tests:{name}"
+    assert_refused(train(ONE, words, word), word)
+    group, _, last = key.rpartition(".")
+    option = f"+{group}.{last}_options.size=3"
+    assert_refused(train(ONE, words, word, option), "size", "its arguments are none")
+    assert_refused(train(ONE, words, option), "size", "takes none")
+    assert not runs()
 
 
 def test_a_module_in_the_folder_of_the_command_is_found_by_every_program():

@@ -6,6 +6,7 @@ The epochs are in fit.py, what ends a run in stop.py, its processes in ranks.py.
 import math
 import platform
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -13,14 +14,15 @@ from typing import Any
 
 import torch
 
-from reproduction.config import Config
+from reproduction.config import DATA, DOORS, Config
 from reproduction.data import loaders
 from reproduction.data.halves import Data, in_memory
 from reproduction.data.seeding import preserved_generators
 from reproduction.data.sources import opened, record
+from reproduction.door import is_own
 from reproduction.errors import PlainError, Pulse, Stopped, UserError, reason_of, say, warn
 from reproduction.folder import RunFolder, hold
-from reproduction.identity import changes, files_of, own_code, run_hash, saved
+from reproduction.identity import changes, files_of, flat, own_code, run_hash, saved
 from reproduction.machine import git_revision, hardware_name, is_first_rank, local_ranks
 from reproduction.models.build import (
     build_module,
@@ -88,6 +90,7 @@ def _record_end(folder: RunFolder, config: Config, status: str, reason: str) -> 
 
 def check_start(config: Config) -> None:
     """Raises UserError if the run cannot start here; writes nothing but downloaded data."""
+    check_capture(config)
     data = opened(config.dataset)
     batches = loaders.TrainingBatches(config, len(data.train), rank=0, ranks=config.devices)
     try_pass(config.model, config.augmentation, len(data.classes))
@@ -101,6 +104,21 @@ def check_start(config: Config) -> None:
     if fewest < count:
         reason = f"some batches leave {fewest} images to a rank, allowed is 1..{fewest}"
         raise UserError(f"recipe.grad_accum_steps={count}: {reason}")
+
+
+def check_capture(config: Config) -> None:
+    """Raises UserError for a CUDA graph of code that cannot be captured, or does not say so."""
+    if config.compile != "cuda-graph":
+        return
+    for key, chosen in flat(asdict(config)):
+        if key in DOORS and key != DATA.key:
+            with DOORS[key].refusing(chosen):
+                is_capturable = getattr(
+                    DOORS[key].factory(chosen), "capturable", not is_own(chosen)
+                )
+            if not is_capturable:
+                rule = "cannot be captured; code of your own can if it says `capturable = True`"
+                raise UserError(f"compile=cuda-graph {key}={chosen}: {rule}")
 
 
 def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
