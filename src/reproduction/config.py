@@ -78,7 +78,15 @@ PathName = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser
 # Keys that choose a function. What each one is called with, and returns: docs/extending.md.
 DATA = Door("dataset.source")
 HTM_RULES = {name: Door(f"augmentation.htm.{name}", ours) for name, ours in RULES.items()}
-DOORS = {door.key: door for door in (DATA, *HTM_RULES.values())}
+OPTIMIZER = Door(
+    "recipe.optimizer",
+    {
+        "adamw": "reproduction.training.optimizers:adamw",
+        "sgd": "reproduction.training.optimizers:sgd",
+    },
+    timm="reproduction.training.optimizers:TIMM",
+)
+DOORS = {door.key: door for door in (DATA, *HTM_RULES.values(), OPTIMIZER)}
 
 
 @schema
@@ -170,7 +178,7 @@ class Dataset:
     workers: Workers = "auto"
     validation: Rate = 0.0
     validation_seed: Seed = 0
-    source: Annotated[str, AfterValidator(DATA.checked)]
+    source: Annotated[str, AfterValidator(DATA.checked), DATA.schema]
     options: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -248,7 +256,8 @@ class Recipe:
     batch_size: Size
     drop_last: StrictBool
     grad_accum_steps: Count
-    optimizer: Literal["adamw", "sgd"]
+    optimizer: Annotated[str, AfterValidator(OPTIMIZER.checked), OPTIMIZER.schema]
+    optimizer_options: dict[str, Any] = Field(default_factory=dict)
     lr: Positive
     min_lr: Amount
     warmup_lr: Amount

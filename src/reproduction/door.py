@@ -19,6 +19,8 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
+from pydantic import WithJsonSchema
+
 from reproduction.errors import OneLineError, UserError, first_line
 
 OURS = ("reproduction", "tokenmixup")  # packages whose code is that of this revision
@@ -29,11 +31,6 @@ WHERE = "a module must be installed, or lie in the folder of the command, or in 
 
 class Refused(ValueError):
     """What is wrong with an object or its options, in words that need no name of an error."""
-
-
-def is_own(chosen: str) -> bool:
-    """Whether this is the path of code from elsewhere."""
-    return ":" in chosen and chosen.partition(":")[0].partition(".")[0] not in OURS
 
 
 def module_of(path: str) -> ModuleType:
@@ -63,14 +60,31 @@ class Door:
     key: str
     # the paths of ours by name: to list them, nothing is imported
     ours: Mapping[str, str] = field(default_factory=dict)
+    timm: str = ""  # the path of an object whose attributes are timm's: NAME, or timm:NAME
 
     @property
     def allowed(self) -> str:
-        return " or ".join([", ".join(self.ours), FORM] if self.ours else [FORM])
+        names = ", ".join(self.ours)
+        if self.timm:
+            names += ", a name of timm's"
+        return f"{names} or {FORM}" if names else FORM
 
     def takes(self, chosen: Any) -> bool:
-        """Whether this is a name of ours, or has the form of a path."""
-        return isinstance(chosen, str) and (chosen in self.ours or bool(PATH.fullmatch(chosen)))
+        """Whether this is a name of ours, or has the form of a path, or of a name of timm's."""
+        if not isinstance(chosen, str):
+            return False
+        return bool((self.timm and chosen.isidentifier()) or PATH.fullmatch(self.path(chosen)))
+
+    def path(self, chosen: str) -> str:
+        """Returns the path that a name stands for, or that stands here itself."""
+        package, _, name = chosen.rpartition(":")
+        if chosen not in self.ours and self.timm and package in ("", "timm"):
+            return f"{self.timm}.{name}"
+        return self.ours.get(chosen, chosen)
+
+    def is_own(self, chosen: str) -> bool:
+        """Whether this is the path of code from elsewhere."""
+        return self.path(chosen).partition(":")[0].partition(".")[0] not in OURS
 
     def checked(self, chosen: str) -> str:
         """Returns a name of ours or a path; ValueError for anything else."""
@@ -78,9 +92,14 @@ class Door:
             raise ValueError(f"must be {self.allowed}")
         return chosen
 
+    @property
+    def schema(self) -> WithJsonSchema:
+        """What help says of it."""
+        return WithJsonSchema({"type": "string", "allowed": self.allowed})
+
     def factory(self, chosen: str) -> Callable[..., Any]:
         """Returns the factory of a name or a path; Refused if its module has none."""
-        path = self.ours.get(chosen, chosen)
+        path = self.path(chosen)
         found: Any = module_of(path)
         for name in path.partition(":")[2].split("."):
             if not hasattr(found, name):
@@ -91,19 +110,20 @@ class Door:
             raise Refused("is no function")
         return found
 
-    def called(self, chosen: str, options: Mapping[str, Any], *given: Any) -> Any:
+    def called(self, chosen: str, options: Mapping[str, Any], *given: Any, **named: Any) -> Any:
         """Returns what the factory makes of the options; Refused for one that it does not take."""
         factory = self.factory(chosen)
         try:
             signature = inspect.signature(factory)
         except ValueError:  # of code that is not Python
-            return factory(*given, **options)
+            return factory(*given, **named, **options)
         try:
-            signature.bind(*given, **options)
+            signature.bind(*given, **named, **options)
         except TypeError as error:
             taken = ", ".join([*signature.parameters][len(given) :]) or "none"
-            raise Refused(f"{error}; its arguments are {taken}") from error
-        return factory(*given, **options)
+            text = str(error).removeprefix("inspect.Signature.bind() ")
+            raise Refused(f"{text}; its arguments are {taken}") from error
+        return factory(*given, **named, **options)
 
     def made(self, chosen: str, options: Mapping[str, Any], *given: Any) -> Any:
         """Returns what the factory makes of the options; UserError if it makes nothing."""
@@ -123,5 +143,5 @@ class Door:
         except ModuleNotFoundError as error:
             raise UserError(f"{word}: {error}; {WHERE}") from error
         except Exception as error:  # from any code
-            told = line_of(error) if is_own(chosen) else first_line(error)
+            told = line_of(error) if self.is_own(chosen) else first_line(error)
             raise UserError(f"{word}: {told}") from error

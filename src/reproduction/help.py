@@ -88,6 +88,8 @@ def _type(value: dict[str, Any]) -> str:
         return str(value["const"])
     if "enum" in value:
         return ", ".join(value["enum"])
+    if "allowed" in value:
+        return str(value["allowed"])
     bounds = [f"{BOUNDS[name]} {x}" for name, x in value.items() if name in BOUNDS]
     return " ".join([value["type"], *bounds])
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from reproduction.config import DOORS, SOURCES, Command, Config, validated
-from reproduction.door import file_of, is_own
+from reproduction.door import file_of
 from reproduction.errors import UserError
 
 # Keys that do not change a result, and so not the identity of a run.
@@ -175,11 +175,8 @@ def name_hash(config: Config) -> str:
 
 def own_code(config: Config) -> dict[str, str]:
     """Returns the paths of code from elsewhere that a run names, by their keys."""
-    return own_paths(asdict(config))
-
-
-def own_paths(tree: Mapping[str, Any]) -> dict[str, str]:
-    return {key: x for key, x in flat(tree) if key in DOORS and is_own(x)}
+    leaves = flat(asdict(config))
+    return {key: x for key, x in leaves if key in DOORS and DOORS[key].is_own(x)}
 
 
 def files_of(code: Mapping[str, str]) -> dict[str, str]:

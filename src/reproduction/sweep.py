@@ -297,7 +297,8 @@ class Checks:
         if self.has_images(config.dataset):
             check_start(config)
         else:
-            try_pass(without_weights(config.model), config.augmentation, CLASSES)
+            model = without_weights(config.model)
+            try_pass(model, config.augmentation, CLASSES, own_code(config))
 
     def check_device(self, config: Config) -> None:
         from reproduction.training.ranks import resolve_device  # imports torch

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.doors import (
     SMALL,
@@ -11,6 +12,7 @@ from tests.doors import (
     Words,
     assert_refused,
     assert_succeeded,
+    build_trainer,
     evaluate,
     run,
     runs,
@@ -44,7 +46,11 @@ def detecting():
     return lambda entry: entry.tokens[:, :3, 0]
 
 
-def failing():
+def optimizing(groups, lr, weight_decay):
+    return groups
+
+
+def failing(*given, **named):
     raise KeyError("a key of mine")
 
 
@@ -58,14 +64,16 @@ KEYS: dict[str, tuple[Words, str]] = {
     "augmentation.htm.mask_rule": ((), "choosing"),
     "augmentation.htm.labels": ((), "labels"),
     "augmentation.htm.detector": ((), "detecting"),
+    "recipe.optimizer": ((), "optimizing"),
 }
+OPTIMIZERS = ["adamw", "sgd", "timm:sgd", "lion", "adan", "muon", "lamb", "torch.optim:RAdam"]
 MISTAKES = {  # path -> what the line names
-    "{name}": "must be",
+    "{name}.": "must be",
     "nowhere_of_tests:{name}": "No module named 'nowhere_of_tests'",
     "mine_of_tests:{name}s_of": "has no {name}s_of",
     "mine_of_tests:number": "is no function",
     "mine_of_tests:failing": "KeyError: 'a key of mine' ({file}",
-    "mine_of_tests.{name}": "must be",
+    "mine_of_tests/{name}": "must be",
 }
 
 
@@ -95,8 +103,8 @@ def test_what_returns_another_thing_on_a_trial_is_one_line(key: str):
     assert_refused(train(ONE, words, word), word)
     group, _, last = key.rpartition(".")
     option = f"+{group}.{last}_options.size=3"
-    assert_refused(train(ONE, words, word, option), "size", "its arguments are none")
-    assert_refused(train(ONE, words, option), "size", "takes none")
+    assert_refused(train(ONE, words, word, option), "size", "its arguments are ")
+    assert_refused(train(ONE, words, option), "size")
     assert not runs()
 
 
@@ -122,6 +130,22 @@ def test_a_run_is_not_resumed_with_other_code(module: Path):
     module.write_text(MODULE + "\n# later\n")
     result = run("train.py", words, apart=True)
     assert_refused(result, "other code", "mine_of_tests.py with sha256")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_is_not_finite_changes_nothing_for_any_optimizer(name: str):
+    """Those that cannot skip it by themselves would let the nan through."""
+    trainer = build_trainer(f"recipe.optimizer={name}", "augmentation=[]", "device=cpu")
+    images = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8)
+    trainer.train_step(images, torch.arange(8), 8)
+    parameter = trainer.parameters[0]
+    hook = parameter.register_hook(lambda gradient: gradient * torch.nan)
+    before = {key: value.clone() for key, value in trainer.module.state_dict().items()}
+    trainer.train_step(images, torch.arange(8), 8)
+    hook.remove()
+    for key, value in trainer.module.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    assert trainer.has_diverged == 1
 
 
 def test_a_table_marks_a_row_whose_runs_are_of_several_codes(module: Path):

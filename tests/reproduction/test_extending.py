@@ -56,7 +56,6 @@ def test_an_example_trains_three_steps_is_evaluated_and_exported(name: str):
     assert_succeeded(train(words, SHORT, "name=mine"))
     mine = Run("outputs/mine")
     assert len(mine.steps) == 3
-    assert mine.summary["code"]
     plain = train(SHORT, "name=plain")
     assert_succeeded(plain)
     assert same(mine, Run("outputs/plain"))

@@ -28,7 +28,7 @@ from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
 from reproduction.config import DATA, Dataset
 from reproduction.data.halves import Data, Half, Items, read_all
 from reproduction.data.images import ENDINGS, is_hidden, read
-from reproduction.door import Refused, is_own
+from reproduction.door import Refused
 from reproduction.errors import UserError, first_line, hide_warnings
 
 HELD_OUT_DIGITS = 360  # of 1,797, stratified
@@ -63,7 +63,7 @@ def _call_source(source: str, root: str | None, options: str) -> Data:
     if root is not None:
         arguments["root"] = root
     word = ""  # the key that is probably wrong, if anything is
-    if not is_own(source):
+    if not DATA.is_own(source):
         word = f"dataset.root={root or 'null'}"
         if arguments.keys() - {"root"}:
             word = f"dataset.options={options}"

@@ -1,24 +1,23 @@
 """Builds models from their configuration, reads their first weights, places and compiles them."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from timm.layers import Attention
 from torch import nn
 
-from reproduction.config import HTM_RULES, AnyModel, Augmentation, HTMByName, ViT
+from reproduction.config import DATA, HTM_RULES, AnyModel, Augmentation, HTMByName, ViT
 from reproduction.door import line_of
 from reproduction.errors import UserError, first_line
-from reproduction.identity import own_paths
 from reproduction.machine import keep_freed_memory
 from reproduction.models.cct import CCT
 from reproduction.models.library import build_library_model, build_vit
 from reproduction.models.names import State
 from reproduction.models.weights import Weights, extract_weights, matching_state, read_file
-from tokenmixup import HTM, TokenMixup, attach, blocks_of
+from tokenmixup import HTM, Output, TokenMixup, attach, blocks_of
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -131,30 +130,37 @@ def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> Tok
         raise UserError(f"model={config.name}: {error}") from error
 
 
-def try_pass(config: AnyModel, stack: Augmentation, num_classes: int) -> list[int]:
+class Trial(NamedTuple):
+    """A module that was tried out, and what it returned."""
+
+    module: TokenMixup
+    output: Output
+
+
+def try_pass(
+    config: AnyModel, stack: Augmentation, num_classes: int, own: Mapping[str, str]
+) -> Trial:
     """Builds the model and runs a training pass, both on the meta device, which takes no memory.
 
-    With code from elsewhere it is the CPU, as that code may read what it gets. Returns the number
-    of spatial tokens that enter each layer of HTM. Raises UserError for a model that cannot be
-    built, initial weights that do not fit it, for what only a pass refuses, such as `vtm.kappa`
-    above the number of tokens, and for any error with that code.
+    With code of one's own, whose paths are `own` by their keys, it is the CPU, as that code may
+    read what it gets. Raises UserError for a model that cannot be built, initial weights that do
+    not fit it, for what only a pass refuses, such as `vtm.kappa` above the number of tokens, and
+    for any error with that code.
     """
-    own = own_paths(
-        {"model": dataclasses.asdict(config), "augmentation": dataclasses.asdict(stack)}
-    )
-    words = [f"model={config.name}", *(f"{key}={path}" for key, path in own.items())]
-    with torch.device("cpu" if own else "meta"):
+    words = [f"{key}={path}" for key, path in own.items() if key != DATA.key]
+    with torch.device("cpu" if words else "meta"):
         module = build_module(config, stack, num_classes)
         images = torch.randn(2, 3, config.image_size, config.image_size)
         try:
             output = module(images, torch.full((2, num_classes), 1 / num_classes))
         except Exception as error:
-            if not own and not isinstance(error, ValueError | RuntimeError):
+            if not words and not isinstance(error, ValueError | RuntimeError):
                 raise  # else of the settings, or of shapes
-            told = line_of(error) if own else str(error)
-            raise UserError(f"{' '.join(words)}: {told}") from error
+            told = line_of(error) if words else str(error)
+            named = " ".join([f"model={config.name}", *words])
+            raise UserError(f"{named}: {told}") from error
     load_initial_weights(config, module.model)
-    return [len(mix.saliency[0]) for mix in output.layers]
+    return Trial(module, output)
 
 
 def build_trained(config: AnyModel, weights: Weights, num_classes: int) -> nn.Module:

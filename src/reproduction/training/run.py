@@ -19,7 +19,6 @@ from reproduction.data import loaders
 from reproduction.data.halves import Data, in_memory
 from reproduction.data.seeding import preserved_generators
 from reproduction.data.sources import opened, record
-from reproduction.door import is_own
 from reproduction.errors import PlainError, Pulse, Stopped, UserError, reason_of, say, warn
 from reproduction.folder import RunFolder, hold
 from reproduction.identity import changes, files_of, flat, own_code, run_hash, saved
@@ -44,6 +43,7 @@ from reproduction.training.fit import (
     write_metrics,
 )
 from reproduction.training.loggers import Loggers
+from reproduction.training.optimizers import build_optimizer
 from reproduction.training.ranks import World, join_world, on_ranks, resolve_device
 from reproduction.training.step import Trainer
 from reproduction.training.stop import Stop, handling
@@ -93,7 +93,9 @@ def check_start(config: Config) -> None:
     check_capture(config)
     data = opened(config.dataset)
     batches = loaders.TrainingBatches(config, len(data.train), rank=0, ranks=config.devices)
-    try_pass(config.model, config.augmentation, len(data.classes))
+    classes = len(data.classes)
+    trial = try_pass(config.model, config.augmentation, classes, own_code(config))
+    build_optimizer(trial.module.to_empty(device="cpu"), config.recipe)
     images = loaders.build_training_images(config, data.train)
     try:
         images[0, 0]  # epoch 0, image 0: raises if it is unreadable
@@ -112,10 +114,9 @@ def check_capture(config: Config) -> None:
         return
     for key, chosen in flat(asdict(config)):
         if key in DOORS and key != DATA.key:
-            with DOORS[key].refusing(chosen):
-                is_capturable = getattr(
-                    DOORS[key].factory(chosen), "capturable", not is_own(chosen)
-                )
+            door = DOORS[key]
+            with door.refusing(chosen):
+                is_capturable = getattr(door.factory(chosen), "capturable", not door.is_own(chosen))
             if not is_capturable:
                 rule = "cannot be captured; code of your own can if it says `capturable = True`"
                 raise UserError(f"compile=cuda-graph {key}={chosen}: {rule}")
@@ -286,11 +287,12 @@ def _htm_numbers(trainer: Trainer, htm: HTM) -> dict[str, list[float | str]]:
     model = without_weights(trainer.config.model)
     stack = trainer.config.augmentation
     with preserved_generators():  # only a pass tells how many tokens enter a layer
-        tokens = try_pass(model, stack, len(trainer.classes))
-    layers = [*zip(htm.by_layer.values(), tokens, strict=True)]
+        classes, own = len(trainer.classes), own_code(trainer.config)
+        mixes = try_pass(model, stack, classes, own).output.layers
+    layers = [*zip(htm.by_layer.values(), mixes, strict=True)]
     return {
         "tau": [_finite(settings.tau) for settings, _ in layers],
-        "rho": [_finite(settings.rho_for(count)) for settings, count in layers],
+        "rho": [_finite(settings.rho_for(mix.saliency.shape[1])) for settings, mix in layers],
     }
 
 
