@@ -25,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from reproduction.compose import check_named, compose, expand, readable, text_of, with_words
+from reproduction.compose import check_asked, compose, expand, readable, text_of, with_words
 from reproduction.config import Config, validated
 from reproduction.errors import UserError, one_line_errors, say
 from reproduction.folder import RunFolder
@@ -71,7 +71,7 @@ def main(words: list[str]) -> None:
         export(config, files, new_file(own, "export", ".safetensors"), is_run=saved is not None)
         return
     if saved is not None and "images" not in own:
-        check_named(config.dataset, words)
+        check_asked(config, words, "dataset.source")
     settings = settings_of_evaluation(config)
     hashed: list[Any] = [settings]
     if saved is None:

@@ -1,6 +1,6 @@
 """Looks into a trained run with HTM: what each tau and rho would mix, on batches of its images."""
 
-from reproduction.compose import check_named
+from reproduction.compose import check_asked
 from reproduction.errors import Parser, one_line_errors, say
 from reproduction.folder import RunFolder
 from scripts import positive
@@ -20,7 +20,7 @@ def main() -> None:
         parser.error(f"{args.word}: must be dataset.source=...")
     folder = RunFolder(args.run.removeprefix("run="))
     config = folder.read_config()
-    check_named(config.dataset, [args.word or ""])
+    check_asked(config, [args.word or ""], "dataset.source")
     from reproduction.reporting.suggestions import suggestions
     from reproduction.training.stop import ending
 

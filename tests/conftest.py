@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 import hypothesis
 import pytest
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from reproduction.models.cct import CCT
 from tokenmixup import HTM
+from tokenmixup.settings import allowed_of
 
 CLASSES = 5
 
@@ -130,10 +131,10 @@ def drawn_batch(samples: int, pixels: int) -> tuple[Tensor, Tensor]:
 def other_rules() -> dict[str, dict[str, Any]]:
     """Every value of a rule of HTM that is not the paper's, by its text."""
     rules: dict[str, dict[str, Any]] = {}
-    for option, kind in get_type_hints(HTM).items():
-        if get_origin(kind) is Literal and option not in ("pooling", "difficulty"):
-            for value in get_args(kind)[1:]:
-                rules[f"{option}={value}"] = {option: value}
+    for name, option in allowed_of(HTM).items():
+        if name not in ("pooling", "difficulty", "stop_gradient"):
+            for value in option.choices[1:]:
+                rules[f"{name}={value}"] = {name: value}
     return rules
 
 
@@ -179,6 +180,7 @@ def refused(told: str, kind: type[Exception] = ValueError) -> Iterator[None]:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current folder, which is empty; modules that lie in it are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # to which this folder may be appended
     yield tmp_path
     for name, module in [*sys.modules.items()]:
         file = vars(module).get("__file__")

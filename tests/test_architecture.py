@@ -11,6 +11,7 @@ SOURCE = ROOT / "src"
 LAYERS = (
     ("files", "machine"),
     ("errors",),
+    ("door",),
     ("config",),
     ("identity",),
     ("data", "models"),
@@ -34,6 +35,7 @@ STANDARD |= {
     "math",
     "numbers",
     "operator",
+    "pkgutil",
     "random",
     "re",
     "types",

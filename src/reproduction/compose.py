@@ -27,16 +27,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from reproduction.config import (
     CONF_DIR,
     LONGEST_NAME,
-    SOURCES,
     Command,
     Config,
-    Dataset,
     validated,
 )
 from reproduction.errors import UserError
 from reproduction.folder import RunFolder, find
 from reproduction.help import TEXT, allowed, hydra_errors, key_of
-from reproduction.identity import changes_result, name_hash, run_hash
+from reproduction.identity import changes_result, name_hash, own_code, run_hash
 from reproduction.machine import launched_ranks
 
 PRIMARY = "train"  # configuration, of conf/
@@ -347,11 +345,12 @@ def line_of_words() -> list[str]:
     return line + [word for word in of_hydra if not OF_SWEEPS.match(key_of(word))]
 
 
-def check_named(dataset: Dataset, words: Sequence[str]) -> None:
-    """Raises UserError for own data whose function the words do not name.
+def check_asked(config: Config, words: Sequence[str], *keys: str) -> None:
+    """Raises UserError for code from elsewhere at one of these keys that the words do not name.
 
-    Opening the data runs it, and the config of a run from elsewhere must run no code unasked.
+    The configuration of a run from elsewhere must run no code unasked.
     """
-    source = f"dataset.source={dataset.source}"
-    if not dataset.source.startswith(f"{SOURCES}:") and source not in words:
-        raise UserError(f"{source}: the images come from this code; to run it, add {source}")
+    for key, path in own_code(config).items():
+        word = f"{key}={path}"
+        if key in keys and word not in words:
+            raise UserError(f"{word}: the run needs this code; to run it, add {word}")

@@ -4,8 +4,10 @@ Values live in conf/. Defaults here are for saved configurations, which may lack
 manifold mixup are the library's classes, which check themselves.
 """
 
+import dataclasses
 import os
 import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
@@ -22,10 +24,11 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
+from reproduction.door import Door
 from reproduction.errors import UserError, in_one_line
 from reproduction.machine import local_ranks, usable_cores
 from tokenmixup import HTM, VTM, ManifoldMixup
-from tokenmixup.settings import LARGEST, built
+from tokenmixup.settings import LARGEST, RULES, Option, built
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF_DIR, TRAIN = ROOT / "conf", ROOT / "train.py"
@@ -71,6 +74,19 @@ Deviations = Annotated[list[Positive], Field(min_length=3, max_length=3)]
 Range = Annotated[list[Part], Field(min_length=2, max_length=2)]
 FolderName = Annotated[str, AfterValidator(folder_name)]
 PathName = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
+
+# Keys that choose a function. What each one is called with, and returns: docs/extending.md.
+DATA = Door("dataset.source")
+HTM_RULES = {name: Door(f"augmentation.htm.{name}", ours) for name, ours in RULES.items()}
+OPTIMIZER = Door(
+    "recipe.optimizer",
+    {
+        "adamw": "reproduction.training.optimizers:adamw",
+        "sgd": "reproduction.training.optimizers:sgd",
+    },
+    timm="reproduction.training.optimizers:TIMM",
+)
+DOORS = {door.key: door for door in (DATA, *HTM_RULES.values(), OPTIMIZER)}
 
 
 @schema
@@ -162,7 +178,7 @@ class Dataset:
     workers: Workers = "auto"
     validation: Rate = 0.0
     validation_seed: Seed = 0
-    source: str  # package.module:function
+    source: Annotated[str, AfterValidator(DATA.checked), DATA.schema]
     options: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -172,6 +188,28 @@ class InputMix:
 
     alpha: Positive
     prob: Fraction
+
+
+A_MAPPING = {"option": Option("a mapping", lambda x: isinstance(x, Mapping), dict)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HTMByName(HTM):
+    """The library's settings, with paths in place of functions, and options of their factories."""
+
+    detector: str
+    matching: str
+    mask_rule: str
+    labels: str
+    detector_options: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=A_MAPPING)
+    matching_options: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=A_MAPPING)
+    mask_rule_options: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=A_MAPPING)
+    labels_options: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=A_MAPPING)
+
+    @classmethod
+    def rule(cls, name: str) -> Option:
+        door = HTM_RULES[name]
+        return Option(f"one of {door.allowed}", door.takes)
 
 
 @schema
@@ -187,7 +225,7 @@ class Augmentation:
     manifold_mixup: Annotated[
         ManifoldMixup | None, BeforeValidator(partial(built, ManifoldMixup))
     ] = None
-    htm: Annotated[HTM | None, BeforeValidator(partial(built, HTM))] = None
+    htm: Annotated[HTMByName | None, BeforeValidator(partial(built, HTMByName))] = None
     vtm: Annotated[VTM | None, BeforeValidator(partial(built, VTM))] = None
 
     @property
@@ -218,7 +256,8 @@ class Recipe:
     batch_size: Size
     drop_last: StrictBool
     grad_accum_steps: Count
-    optimizer: Literal["adamw", "sgd"]
+    optimizer: Annotated[str, AfterValidator(OPTIMIZER.checked), OPTIMIZER.schema]
+    optimizer_options: dict[str, Any] = Field(default_factory=dict)
     lr: Positive
     min_lr: Amount
     warmup_lr: Amount
@@ -265,16 +304,14 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        htm = self.augmentation.htm
         cannot_be_captured = (
             self.devices > 1
             or self.augmentation.manifold_mixup is not None
-            or (htm is not None and htm.detector == "gradient")
             or getattr(self.model, "checkpoint_blocks", False)
         )
         if self.compile == "cuda-graph" and cannot_be_captured:
-            needs = "needs devices=1, no manifold_mixup, no htm.detector=gradient and no"
-            raise ValueError(f"compile=cuda-graph: {needs} model.checkpoint_blocks")
+            needs = "needs devices=1, no manifold_mixup and no model.checkpoint_blocks"
+            raise ValueError(f"compile=cuda-graph: {needs}")
 
     @property
     def workers(self) -> int:

@@ -23,7 +23,7 @@ from dataclasses import asdict
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from filelock import FileLock, Timeout
@@ -95,18 +95,18 @@ class RunFolder:
             return self.config_path.exists() or bool(self.checkpoints())
         return not self.path.is_dir() or any(self.path.iterdir())
 
-    def check_data(self, now: Mapping[str, str]) -> None:
-        """Raises UserError if the run has begun on other data than those of the record `now`."""
+    def check_same(self, entry: Literal["data", "code"], now: Mapping[str, str]) -> None:
+        """Raises UserError if the run has begun on other data, or by other code, than `now`."""
         if not (self.is_finished() or self.checkpoints()):
             return  # nothing was learnt from them
-        then = self.read_summary().get("data") or {}
+        then = self.read_summary().get(entry) or {}
         others = [
             f"{then[name]} then, {now[name]} now"
             for name in then
             if name in now and now[name] != then[name]
         ]
         if others:
-            reason = f"{self.path} was trained on other data: {', '.join(others)}"
+            reason = f"{self.path} was trained with other {entry}: {', '.join(others)}"
             advice = "choose another output_root, or move that folder away"
             raise UserError(f"name={self.path.name}: {reason}; {advice}")
 

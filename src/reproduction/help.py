@@ -14,10 +14,10 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
-from reproduction.config import CONF_DIR, Command, Config
+from reproduction.config import CONF_DIR, Command, Config, HTMByName
 from reproduction.errors import OneLineError, UserError
 from reproduction.identity import flat
-from tokenmixup import HTM, VTM, ManifoldMixup
+from tokenmixup import VTM, ManifoldMixup
 from tokenmixup.settings import allowed_of
 
 GROUPS = ("model", "dataset", "augmentation", "recipe", "logger", "experiment")
@@ -67,7 +67,7 @@ def allowed(family: str = "") -> dict[str, str]:
 
 def _allowed(group: Any, groups: Any, family: str, prefix: str) -> Iterator[tuple[str, str]]:
     """Yields the dotted keys of a group of a JSON schema, and what is allowed."""
-    for kind in (HTM, VTM, ManifoldMixup):
+    for kind in (HTMByName, VTM, ManifoldMixup):
         if group["title"] == kind.__name__:
             yield from ((prefix + x, option.allowed) for x, option in allowed_of(kind).items())
             return
@@ -88,6 +88,8 @@ def _type(value: dict[str, Any]) -> str:
         return str(value["const"])
     if "enum" in value:
         return ", ".join(value["enum"])
+    if "allowed" in value:
+        return str(value["allowed"])
     bounds = [f"{BOUNDS[name]} {x}" for name, x in value.items() if name in BOUNDS]
     return " ".join([value["type"], *bounds])
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from reproduction.config import SOURCES, Command, Config, validated
+from reproduction.config import DOORS, SOURCES, Command, Config, validated
+from reproduction.door import file_of
 from reproduction.errors import UserError
 
 # Keys that do not change a result, and so not the identity of a run.
@@ -170,6 +171,21 @@ def name_hash(config: Config) -> str:
     if config.augmentation.cutmix is not None:
         counted["augmentation.cutmix.labels"] = "area"  # a key that is gone
     return digest(counted)
+
+
+def own_code(config: Config) -> dict[str, str]:
+    """Returns the paths of code from elsewhere that a run names, by their keys."""
+    leaves = flat(asdict(config))
+    return {key: x for key, x in leaves if key in DOORS and DOORS[key].is_own(x)}
+
+
+def files_of(code: Mapping[str, str]) -> dict[str, str]:
+    """Returns the file of each path and its sha256, by key: what a run must have to be resumed."""
+    found = {}
+    for key, path in code.items():
+        with DOORS[key].refusing(path):
+            found[key] = file_of(path)
+    return found
 
 
 def changes(ours: Config, theirs: Config) -> list[str]:

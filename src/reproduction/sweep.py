@@ -29,7 +29,7 @@ from reproduction.errors import (
 )
 from reproduction.folder import find
 from reproduction.help import key_of
-from reproduction.identity import row_hash
+from reproduction.identity import files_of, own_code, row_hash
 from reproduction.machine import is_first_rank
 from reproduction.studies.study import PAPERS, Part, planned
 
@@ -278,7 +278,9 @@ class Checks:
                 if other.path != folder.path:
                     warn(f"{folder.path}: {other.path} holds the same run, and is left as it is")
         if folder.read_summary().get("data") and self.has_images(config.dataset):
-            folder.check_data(record(opened(config.dataset), config.model.weights))
+            folder.check_same("data", record(opened(config.dataset), config.model.weights))
+        if folder.read_summary().get("code"):
+            folder.check_same("code", files_of(own_code(config)))
 
     def check_run(self, config: Config) -> None:
         """Checks the device, the images and the model."""
@@ -295,7 +297,8 @@ class Checks:
         if self.has_images(config.dataset):
             check_start(config)
         else:
-            try_pass(without_weights(config.model), config.augmentation, CLASSES)
+            model = without_weights(config.model)
+            try_pass(model, config.augmentation, CLASSES, own_code(config))
 
     def check_device(self, config: Config) -> None:
         from reproduction.training.ranks import resolve_device  # imports torch

@@ -4,6 +4,7 @@ Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -26,22 +27,58 @@ class HorizontalMix(NamedTuple):
     saliency: Tensor  # b t float32, what was compared
 
 
-def gaining_tokens(own: Tensor, offered: Tensor, is_easy: Tensor, rho: float) -> Tensor:
+@dataclass(eq=False)
+class Samples:
+    """A batch at a layer of HTM, as far as Algorithm 1 has come: what rules are functions of.
+
+    `donor` and `mask` are there once the rules that return them have been called.
+    """
+
+    tokens: Tensor  # b n d; the last t of a sample are the spatial ones
+    targets: Tensor  # b c
+    saliency: Tensor  # b t float32
+    is_easy: Tensor  # b bool
+    rho: float
+    grid: tuple[int, int] | None  # rows and columns of the spatial tokens, if known
+    gain: Tensor  # b b, of every pair, receiver x donor
+    donor: Tensor = field(init=False)  # b int64
+    mask: Tensor = field(init=False)  # b t bool
+
+    @property
+    def offered(self) -> Tensor:
+        """Saliency of the donors' tokens, `b t`."""
+        return self.saliency[self.donor]
+
+    @property
+    def mixed_saliency(self) -> Tensor:
+        """Saliency of the tokens after the exchange, `b t`."""
+        return torch.where(self.mask, self.offered, self.saliency)
+
+
+def optimal_matching(samples: Samples) -> Tensor:
+    """Donors by optimal assignment (Eq. 7), `b` int64; a hard sample's is itself."""
+    return optimal_donors(samples.gain, samples.is_easy)
+
+
+def gaining_tokens(samples: Samples) -> Tensor:
     """Marks tokens to replace: the donor's saliency is higher by more than rho (Eq. 9, `eq:mask`).
 
-    `own`, `offered`: `b t`, saliency of the sample and of its donor; rho >= 0. Returns `b t` bool.
-    `is_easy` is not needed: a hard sample is its own donor, and 0 > rho is never so.
+    Returns `b t` bool. A hard sample is its own donor, and 0 > rho is never so.
     """
-    return offered - own > rho
+    return samples.offered - samples.saliency > samples.rho
 
 
-def saliency_ratio(saliency: Tensor, mask: Tensor) -> Tensor:
+def saliency_ratio(samples: Samples) -> Tensor:
     """Weight of a sample's own label: kept / (kept + taken) saliency, 1 for 0 / 0 (Eq. 11).
 
-    `saliency`: `b t`, of the mixed tokens; `mask`: `b t`, the tokens taken. Returns `b 1`.
+    Returns `b 1`.
     """
-    kept = saliency.masked_fill(mask, 0).sum(dim=1, keepdim=True)
-    return (kept / saliency.sum(dim=1, keepdim=True)).nan_to_num(1.0)
+    mixed = samples.mixed_saliency
+    kept = mixed.masked_fill(samples.mask, 0).sum(dim=1, keepdim=True)
+    return (kept / mixed.sum(dim=1, keepdim=True)).nan_to_num(1.0)
+
+
+Rule = Callable[[Samples], Tensor]
 
 
 class Rules(NamedTuple):
@@ -49,12 +86,9 @@ class Rules(NamedTuple):
 
     # saliency b t, rho -> gain b b of every pair, receiver x donor
     score: Callable[[Tensor, float], Tensor] = gain_matrix
-    # gain b b, is_easy b -> donor b, a hard sample's is itself
-    match: Callable[[Tensor, Tensor], Tensor] = optimal_donors
-    # own saliency b t, the donor's b t, is_easy b, rho -> mask b t, True: take the donor's token
-    choose: Callable[[Tensor, Tensor, Tensor, float], Tensor] = gaining_tokens
-    # saliency of the mixed tokens b t, mask b t -> keep_ratio b 1
-    weigh: Callable[[Tensor, Tensor], Tensor] = saliency_ratio
+    match: Rule = optimal_matching  # donor b int64, a hard sample's is itself
+    choose: Rule = gaining_tokens  # mask b t bool, True: take the donor's token
+    weigh: Rule = saliency_ratio  # keep_ratio b 1
 
 
 PAPER = Rules()
@@ -68,14 +102,16 @@ def mix_horizontal(
     tau: float,
     rho: float,
     rules: Rules = PAPER,
+    grid: tuple[int, int] | None = None,
 ) -> HorizontalMix:
     """Mixes tokens and labels of the easy samples of a batch: Algorithm 1, line by line.
 
     `tokens`: `b n d`; the first `n - t`, the prefix, are never replaced. `targets`: `b c`.
     `saliency`: `b t`, of the spatial tokens (line 2, Eq. 3). `difficulty`: `b`, in nats (line 1,
     Eq. 1); samples below `tau` are easy. `rho` >= 0: the gain in saliency above which a token is
-    replaced. Samples stay at their places (line 8). Raises ValueError if `t > n` or the targets are
-    not `b c`, TypeError if a rule returns another type, FloatingPointError if `rules.match` does.
+    replaced. `grid`: rows and columns of the spatial tokens, for rules. Samples stay at their
+    places (line 8). Raises ValueError if `t > n`, the targets are not `b c` or a rule returns
+    another shape, TypeError if it returns another type, FloatingPointError if `rules.match` does.
     Where it does not, so as not to wait for a GPU, saliency that is not finite puts nan in `gain`.
     """
     if targets.ndim != 2 or len(targets) != len(tokens):
@@ -83,33 +119,42 @@ def mix_horizontal(
     saliency = saliency.detach().float()
     if saliency.shape[1] > tokens.shape[1]:
         raise ValueError(f"saliency of {saliency.shape[1]} tokens, but {tokens.shape[1]} to mix")
-    is_easy = difficulty < tau  # 3: Eq. 8
-    pair_gain = rules.score(saliency, rho)  # 4: Eq. 6, b b
-    donor = rules.match(pair_gain, is_easy)  # 5: Eq. 7, sigma of every sample
-    _check_type("match", donor, torch.int64)
-    offered = saliency[donor]
-    mask = rules.choose(saliency, offered, is_easy, rho)  # Eq. 9
-    _check_type("choose", mask, torch.bool)
     if not targets.is_floating_point():
         targets = targets.float()
-    mixed_saliency = torch.where(mask, offered, saliency)
-    keep_ratio = rules.weigh(mixed_saliency, mask).to(targets.dtype)
+    b, t = saliency.shape
+    samples = Samples(
+        tokens=tokens,
+        targets=targets,
+        saliency=saliency,
+        is_easy=difficulty < tau,  # 3: Eq. 8
+        rho=rho,
+        grid=grid,
+        gain=rules.score(saliency, rho),  # 4: Eq. 6
+    )
+    # 5: Eq. 7, sigma of every sample
+    samples.donor = donor = _checked("match", rules.match(samples), [b], torch.int64)
+    samples.mask = mask = _checked("choose", rules.choose(samples), [b, t], torch.bool)  # Eq. 9
+    keep_ratio = rules.weigh(samples).to(targets.dtype)
+    _checked("weigh", keep_ratio, [b, 1], targets.dtype)
     return HorizontalMix(
         tokens=exchanged(tokens, donor, mask),  # 6: Eq. 10
         targets=targets[donor].lerp(targets, keep_ratio),  # 7: Eq. 11
         donor=donor,
         mask=mask,
-        gain=mixed_saliency - saliency,
+        gain=samples.mixed_saliency - saliency,
         keep_ratio=keep_ratio,
-        is_easy=is_easy,
+        is_easy=samples.is_easy,
         saliency=saliency,
     )
 
 
-def _check_type(rule: str, found: Tensor, dtype: torch.dtype) -> None:
-    """Raises TypeError if a rule of `Rules` returns numbers of another type."""
+def _checked(rule: str, found: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+    """Returns what a rule of `Rules` has returned; TypeError or ValueError for another kind."""
     if found.dtype != dtype:
         raise TypeError(f"{rule}: returns {found.dtype}, must return {dtype}")
+    if list(found.shape) != shape:
+        raise ValueError(f"{rule}: returns {list(found.shape)}, must return {shape}")
+    return found
 
 
 def exchanged(tokens: Tensor, donor: Tensor, mask: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ from tokenmixup.output import LayerMix, Output
 from tokenmixup.passes import Pass, run_in_pass
 from tokenmixup.prove import Sights, are_proved, can_run_apart, check_parts, mode_of, state_of
 from tokenmixup.rules import rules_of
-from tokenmixup.saliency import Detector, by_attention, by_gradient, detector_of, input_gradient
+from tokenmixup.saliency import Detector, by_attention, detector_of, input_gradient, takes_gradient
 from tokenmixup.scorenet import ScoreNet
 from tokenmixup.settings import HTM, VTM, ManifoldMixup, built
 
@@ -286,9 +286,11 @@ class TokenMixup(nn.Module):
         htm = self._mixing.htm.get(index)
         vtm = self._mixing.vtm.get(index)
         feeds = {layer: later for layer, later in self._mixing.vtm.items() if layer > index}
-        is_ours = self.detect is self._configured_detect  # a user's own is not tried out
+        # a user's own is not tried out
+        is_named = self.htm is not None and isinstance(self.htm.detector, str)
+        is_ours = is_named and self.detect is self._configured_detect
         tried: Detector | None = None
-        if htm is not None and is_ours and self.detect is not by_gradient:
+        if htm is not None and is_ours and not takes_gradient(self.detect):
             tried = self.detect
         elif feeds or vtm is not None:
             tried = by_attention
@@ -308,7 +310,7 @@ class TokenMixup(nn.Module):
 
     def _input_gradient(self, images: Tensor, targets: Tensor) -> Tensor | None:
         """Returns the input gradient if HTM takes it."""
-        if not any(htm.detector == "gradient" for htm in self._mixing.htm.values()):
+        if not (self._mixing.htm and takes_gradient(self.detect)):
             return None
         with evaluating(self.model):
             images = images.to(next(self.model.parameters()).dtype)  # it runs without autocast

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from tokenmixup.adapters import Adapter, has_class_token, width_of
+from tokenmixup.rules import rule_of
+from tokenmixup.saliency import takes_gradient
 from tokenmixup.settings import HTM, VTM, ManifoldMixup
 
 OWN_ROPE = ("rope_mixed", "rope_is_mixed")  # of timm's models: positions of each block's own
@@ -68,9 +70,15 @@ def check_needs(mixing: Mixing, model: nn.Module, adapter: Adapter, is_whole: bo
     for htm in mixing.htm.values():
         if htm.pooling == "class_token":
             need("htm.pooling=class_token", "a class token in the blocks", has_token)
-        if htm.detector == "gradient":
-            need("htm.detector=gradient", "tokens row by row", adapter.in_rows)
-            need("htm.detector=gradient", "parameters without FSDP", is_whole)
+        if takes_gradient(rule_of(htm, "detector")):
+            detector = f"detector={getattr(htm.detector, '__name__', htm.detector)}"
+            key = f"htm.{detector}"
+            need(key, "tokens row by row", adapter.in_rows)
+            need(key, "parameters without FSDP", is_whole)
+            if len(mixing.htm) > 1:
+                reason = "whose saliency is that of the unmixed batch"
+                must = f"must be one layer with {detector}, {reason}"
+                raise ValueError(f"htm.layer={list(mixing.htm)}: {must}")
         if htm.rollout_steps:
             key = f"htm.rollout_steps={htm.rollout_steps}"
             shares_rope = not any(getattr(model, name, False) for name in OWN_ROPE)

@@ -26,7 +26,7 @@ from tokenmixup.manifold import ManifoldMix
 from tokenmixup.output import LayerMix, Output, output_of
 from tokenmixup.prove import Sights, proved
 from tokenmixup.rules import in_published_order
-from tokenmixup.saliency import by_attention, saliency_of_map
+from tokenmixup.saliency import by_attention, grid_of, saliency_of_map
 from tokenmixup.scorenet import ScoreNet, difficulty
 from tokenmixup.vertical import INDICES
 from tokenmixup.watch import OWN_CHECKPOINTING, Autograd, autograd_now
@@ -135,6 +135,7 @@ class Pass:
             tau=cast(float, htm.tau),
             rho=htm.rho_for(saliency.shape[1]),
             rules=self.rules,
+            grid=grid_of(entry, saliency.shape[1]),
         )
         layer = LayerMix(
             layer=plan.index,

@@ -6,6 +6,8 @@ Letters: b batch, h heads, n tokens with prefix, t spatial tokens; of an image h
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import isqrt
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,7 @@ from tokenmixup.block import (
     run_watched,
 )
 from tokenmixup.contexts import evaluating, without_autocast
+from tokenmixup.rules import rule_of
 from tokenmixup.settings import HTM
 from tokenmixup.watch import Sight
 
@@ -130,6 +133,17 @@ def _to_sum_1(saliency: Tensor) -> Tensor:
     return saliency / saliency.sum(dim=1, keepdim=True)
 
 
+by_mean_attention = partial(by_attention, class_token=False)
+
+
+def grid_of(entry: BlockInput, num_tokens: int) -> tuple[int, int] | None:
+    """Returns rows and columns of the spatial tokens, if the model or its adapter tells them."""
+    side = isqrt(num_tokens)
+    if entry.grid is None and entry.adapter.square_patches and side**2 == num_tokens:
+        return (side, side)
+    return entry.grid
+
+
 def by_gradient(entry: BlockInput) -> Tensor:
     """Saliency by the gradient of the loss with respect to the image."""
     assert entry.input_gradient is not None  # computed before the forward pass
@@ -140,6 +154,10 @@ def by_gradient(entry: BlockInput) -> Tensor:
         )
     num_tokens = entry.num_tokens - entry.adapter.num_prefix_tokens
     return gradient_saliency(entry.input_gradient, num_tokens, entry.grid)
+
+
+setattr(by_gradient, "takes_gradient", True)
+setattr(by_gradient, "capturable", False)
 
 
 @torch.no_grad()
@@ -159,16 +177,14 @@ def by_rollout(steps: int, entry: BlockInput) -> Tensor:
     return rollout_saliency(maps, adapter.num_prefix_tokens, adapter.reads_class_token)
 
 
-DETECTORS: dict[str, Detector] = {
-    "attention": by_attention,
-    "mean_attention": partial(by_attention, class_token=False),  # Eq. 3 as printed
-    "gradient": by_gradient,
-    "random": by_attention,  # for the pairs; `rules.py` draws the tokens at random
-}
-
-
 def detector_of(htm: HTM) -> Detector:
     """Returns the configured detector."""
     if htm.rollout_steps > 0:
         return partial(by_rollout, htm.rollout_steps)
-    return DETECTORS[htm.detector]
+    detector: Detector = rule_of(htm, "detector")
+    return detector
+
+
+def takes_gradient(detector: Any) -> bool:
+    """Whether a detector states that it needs the input gradient, of the unmixed batch."""
+    return getattr(detector, "takes_gradient", False)

@@ -14,6 +14,27 @@ SMALLEST = 1e-38  # of numbers > 0 there
 AUTO = "auto"
 
 Difficulty = Literal["paper", "excess"]
+# The rules of ours by the setting that chooses one, and by name: where each function is.
+RULES: dict[str, dict[str, str]] = {
+    "detector": {
+        "attention": "tokenmixup.saliency:by_attention",
+        "mean_attention": "tokenmixup.saliency:by_mean_attention",  # Eq. 3 as printed
+        "gradient": "tokenmixup.saliency:by_gradient",
+        "random": "tokenmixup.saliency:by_attention",  # for the pairs; tokens are drawn at random
+    },
+    "matching": {
+        "optimal": "tokenmixup.horizontal:optimal_matching",
+        "random": "tokenmixup.rules:random_donors",  # Table 4, without the optimal assignment
+    },
+    "mask_rule": {
+        "paper": "tokenmixup.horizontal:gaining_tokens",
+        "published": "tokenmixup.rules:gaining_over_the_first",
+    },
+    "labels": {
+        "saliency": "tokenmixup.horizontal:saliency_ratio",
+        "count": "tokenmixup.rules:count_ratio",  # Table 4, without saliency in the labels
+    },
+}
 
 
 class Option(NamedTuple):
@@ -23,6 +44,7 @@ class Option(NamedTuple):
     is_allowed: Callable[[Any], bool]
     convert: Callable[[Any], Any] = lambda x: x  # a valid value
     per_layer: bool = False  # one value for all layers, or a list with one for each
+    choices: Sequence[Any] = ()  # if it has names
 
 
 def _option(
@@ -57,7 +79,13 @@ def _threshold(allowed: str, most: float) -> Any:
 
 def allowed_of(settings: Any) -> dict[str, Option]:
     """Returns the options of HTM, VTM or ManifoldMixup by name."""
-    return {x.name: x.metadata.get("option") or _one_of(x.type) for x in fields(settings)}
+    found = {}
+    for x in fields(settings):
+        option = x.metadata.get("option")
+        if x.name in RULES:
+            option = settings.rule(x.name)
+        found[x.name] = option or _one_of(x.type)
+    return found
 
 
 def _one_of(kind: Any) -> Option:
@@ -68,7 +96,7 @@ def _one_of(kind: Any) -> Option:
     def is_choice(x: Any) -> bool:  # 1 equals True, but is none
         return any(type(x) is type(choice) and x == choice for choice in choices)
 
-    return Option(f"one of {words}", is_choice)
+    return Option(f"one of {words}", is_choice, choices=choices)
 
 
 def _is_list(x: Any) -> bool:
@@ -100,6 +128,13 @@ class _Settings:
     """Checks each option by itself."""
 
     key: ClassVar[str]
+
+    @classmethod
+    def rule(cls, name: str) -> Option:
+        """Returns the option that chooses a rule."""
+        names = [*RULES[name]]
+        allowed = f"one of {', '.join(names)}, or a function"
+        return Option(allowed, lambda x: x in names or callable(x), choices=names)
 
     def __post_init__(self) -> None:
         for name, option in allowed_of(type(self)).items():
@@ -188,7 +223,7 @@ class HTM(_Layered):
     `rollout_steps`: further blocks over which attention is rolled out.
     `matching`, `labels`: rules for donors and for the mixing of targets (Table 4).
     `mask_rule`, `order`: published selects the deviations of the published code; see
-    `tokenmixup.rules`.
+    `tokenmixup.rules`. A rule, or a detector, may also be a function, see docs/library.md.
     """
 
     key = "htm"
@@ -199,11 +234,11 @@ class HTM(_Layered):
     score_loss_weight: float = _option("a number >= 0", _within(0, LARGEST), float, default=0.001)
     pooling: Literal["auto", "attention", "average", "class_token"] = "auto"
     stop_gradient: bool = False
-    detector: Literal["attention", "mean_attention", "gradient", "random"] = "attention"
+    detector: str | Callable[[Any], Any] = "attention"
     rollout_steps: int = _option("an integer >= 0", _at_least(0), int, default=0)
-    matching: Literal["optimal", "random"] = "optimal"
-    mask_rule: Literal["paper", "published"] = "paper"
-    labels: Literal["saliency", "count"] = "saliency"
+    matching: str | Callable[[Any], Any] = "optimal"
+    mask_rule: str | Callable[[Any], Any] = "paper"
+    labels: str | Callable[[Any], Any] = "saliency"
     order: Literal["in_place", "published"] = "in_place"
     difficulty: Difficulty = "paper"
 
@@ -212,13 +247,10 @@ class HTM(_Layered):
         if self.rollout_steps and self.detector != "attention":
             must = "must be 0 unless detector=attention, which alone can be rolled out"
             raise ValueError(f"htm.rollout_steps={self.rollout_steps}: {must}")
-        for option, value, reason in (
-            ("detector", "gradient", "whose saliency is that of the unmixed batch"),
-            ("order", "published", "which moves samples to other rows of the batch"),
-        ):
-            if getattr(self, option) == value and len(self.layers) > 1:
-                must = f"must be one layer with {option}={value}, {reason}"
-                raise ValueError(f"htm.layer={self.layer}: {must}")
+        if self.order == "published" and len(self.layers) > 1:
+            reason = "which moves samples to other rows of the batch"
+            must = f"must be one layer with order=published, {reason}"
+            raise ValueError(f"htm.layer={self.layer}: {must}")
 
     def for_classes(self, num_classes: int) -> "HTM":
         """Returns the settings with log10(classes) nats for `tau=auto`.

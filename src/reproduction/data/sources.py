@@ -6,19 +6,16 @@ uint8 array) with its class (a name or an integer), as in torchvision. If it has
 is read for its class, and if it has `classes`, these are the names of integers.
 """
 
-import inspect
 import json
 import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
-from pkgutil import resolve_name
-from traceback import extract_tb
 from typing import Any
 
 import numpy as np
@@ -28,18 +25,15 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
 
-from reproduction.config import Dataset
+from reproduction.config import DATA, Dataset
 from reproduction.data.halves import Data, Half, Items, read_all
 from reproduction.data.images import ENDINGS, is_hidden, read
+from reproduction.door import Refused
 from reproduction.errors import UserError, first_line, hide_warnings
 
 HELD_OUT_DIGITS = 360  # of 1,797, stratified
 
 Class = str | int | float | bool  # as a data set names it
-
-
-class Refused(ValueError):
-    """What is wrong with a data set, in words that need no name of an error."""
 
 
 # --- opening a data set -------------------------------------------------------------------------
@@ -68,38 +62,13 @@ def _call_source(source: str, root: str | None, options: str) -> Data:
     arguments = json.loads(options)
     if root is not None:
         arguments["root"] = root
-    is_own = not source.startswith(f"{__name__}:")
-    key = f"dataset.root={root or 'null'}"  # what is probably wrong, if anything is
-    if is_own:
-        key = f"dataset.source={source}"
-    elif arguments.keys() - {"root"}:
-        key = f"dataset.options={options}"
-    try:
-        function = resolve_name(source)
-        _check_arguments(function, arguments)
-        return _labelled([*function(**arguments)])
-    except Refused as error:
-        raise UserError(f"{key}: {error}") from error
-    except ModuleNotFoundError as error:
-        rule = "a module must be installed, or lie beside train.py or in PYTHONPATH"
-        raise UserError(f"{key}: {error}; {rule}") from error
-    except Exception as error:  # from any code
-        place = extract_tb(error.__traceback__)[-1]
-        where = f" ({place.filename}:{place.lineno})" if is_own else ""
-        raise UserError(f"{key}: {first_line(error)}{where}") from error
-
-
-def _check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Raises Refused for an argument of the function that is missing, or that it does not take."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # of code that is not Python
-        return
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        taken = ", ".join(signature.parameters) or "none"
-        raise Refused(f"{error}; its arguments are {taken}") from error
+    word = ""  # the key that is probably wrong, if anything is
+    if not DATA.is_own(source):
+        word = f"dataset.root={root or 'null'}"
+        if arguments.keys() - {"root"}:
+            word = f"dataset.options={options}"
+    with DATA.refusing(source, word):
+        return _labelled([*DATA.called(source, arguments)])
 
 
 def _labelled(parts: list[Items]) -> Data:

@@ -1,22 +1,23 @@
 """Builds models from their configuration, reads their first weights, places and compiles them."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from timm.layers import Attention
 from torch import nn
 
-from reproduction.config import AnyModel, Augmentation, ViT
+from reproduction.config import DATA, HTM_RULES, AnyModel, Augmentation, HTMByName, ViT
+from reproduction.door import line_of
 from reproduction.errors import UserError, first_line
 from reproduction.machine import keep_freed_memory
 from reproduction.models.cct import CCT
 from reproduction.models.library import build_library_model, build_vit
 from reproduction.models.names import State
 from reproduction.models.weights import Weights, extract_weights, matching_state, read_file
-from tokenmixup import TokenMixup, attach, blocks_of
+from tokenmixup import HTM, Output, TokenMixup, attach, blocks_of
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -98,14 +99,29 @@ def load_initial_weights(config: AnyModel, model: nn.Module) -> str | None:
     return f"{len(state) - len(head)} parameters of {config.weights}, {with_head}"
 
 
+def htm_of(config: HTMByName) -> HTM:
+    """Returns the library's settings, with functions in place of their paths."""
+    settings = {x.name: getattr(config, x.name) for x in dataclasses.fields(HTM)}
+    for name, door in HTM_RULES.items():
+        options = getattr(config, f"{name}_options")
+        if settings[name] not in door.ours:
+            settings[name] = door.made(settings[name], options)
+        elif options:
+            raise UserError(f"{door.key}_options={options}: {settings[name]} takes none")
+    return HTM(**settings)
+
+
 def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> TokenMixup:
     """Builds the model with the stack attached. UserError if that fails."""
     model = build_model(config, num_classes)
+    htm = None
+    if stack.htm is not None:
+        htm = htm_of(stack.htm)
     try:
         return attach(
             model,
             num_classes,
-            htm=stack.htm,
+            htm=htm,
             vtm=stack.vtm,
             manifold_mixup=stack.manifold_mixup,
             checkpoint_blocks=getattr(config, "checkpoint_blocks", False),
@@ -114,22 +130,37 @@ def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> Tok
         raise UserError(f"model={config.name}: {error}") from error
 
 
-def try_pass(config: AnyModel, stack: Augmentation, num_classes: int) -> list[int]:
+class Trial(NamedTuple):
+    """A module that was tried out, and what it returned."""
+
+    module: TokenMixup
+    output: Output
+
+
+def try_pass(
+    config: AnyModel, stack: Augmentation, num_classes: int, own: Mapping[str, str]
+) -> Trial:
     """Builds the model and runs a training pass, both on the meta device, which takes no memory.
 
-    Returns the number of spatial tokens that enter each layer of HTM. Raises UserError for a model
-    that cannot be built, initial weights that do not fit it, and for what only a pass refuses, such
-    as `vtm.kappa` above the number of tokens.
+    With code of one's own, whose paths are `own` by their keys, it is the CPU, as that code may
+    read what it gets. Raises UserError for a model that cannot be built, initial weights that do
+    not fit it, for what only a pass refuses, such as `vtm.kappa` above the number of tokens, and
+    for any error with that code.
     """
-    with torch.device("meta"):
+    words = [f"{key}={path}" for key, path in own.items() if key != DATA.key]
+    with torch.device("cpu" if words else "meta"):
         module = build_module(config, stack, num_classes)
-        images = torch.zeros(2, 3, config.image_size, config.image_size)
+        images = torch.randn(2, 3, config.image_size, config.image_size)
         try:
-            output = module(images, torch.zeros(2, num_classes))
-        except (ValueError, RuntimeError) as error:  # of the settings, of shapes
-            raise UserError(f"model={config.name}: {error}") from error
+            output = module(images, torch.full((2, num_classes), 1 / num_classes))
+        except Exception as error:
+            if not words and not isinstance(error, ValueError | RuntimeError):
+                raise  # else of the settings, or of shapes
+            told = line_of(error) if words else str(error)
+            named = " ".join([f"model={config.name}", *words])
+            raise UserError(f"{named}: {told}") from error
     load_initial_weights(config, module.model)
-    return [len(mix.saliency[0]) for mix in output.layers]
+    return Trial(module, output)
 
 
 def build_trained(config: AnyModel, weights: Weights, num_classes: int) -> nn.Module:

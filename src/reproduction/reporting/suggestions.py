@@ -16,7 +16,9 @@ from torch import Tensor
 
 from reproduction.config import Config
 from reproduction.data.inputs import build_training_inputs
+from reproduction.errors import UserError
 from reproduction.folder import RunFolder
+from reproduction.identity import own_code
 from reproduction.reporting.trained import TrainedRun, load_trained, training_batches
 from tokenmixup import HTM, attach, mix_horizontal
 from tokenmixup.rules import rules_of
@@ -46,6 +48,9 @@ def suggestions(folder: RunFolder, config: Config, batches: int) -> Iterator[str
 
     Each layer is measured as if earlier ones did not mix. Raises UserError without HTM.
     """
+    for key, path in own_code(config).items():
+        if key.startswith("augmentation.htm."):
+            raise UserError(f"{key}={path}: pairs are counted here by the rules of ours alone")
     trained = load_trained(config, folder)
     htm = trained.module.htm
     assert htm is not None

@@ -73,6 +73,7 @@ class Run:
     seed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)  # by `row_settings`
     record: dict[str, str] = field(default_factory=dict)  # of its images and weights
+    code: str = ""  # from elsewhere: its keys and files, with their sha256
     revisions: tuple[str, ...] = ()  # of git, of its starts
     numbers: dict[str, float] = field(default_factory=dict)  # outcomes and measures, if finished
 
@@ -133,6 +134,7 @@ def _run(path: Path, config: Config, summary: Mapping[str, Any], written: float)
         seed=config.seed,
         settings=row_settings(config),
         record=summary.get("data") or {},
+        code=", ".join(f"{key} {file}" for key, file in (summary.get("code") or {}).items()),
         revisions=tuple(_revisions(summary)),
         numbers=numbers,
     )

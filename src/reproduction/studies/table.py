@@ -4,6 +4,7 @@ Text is made here alone, of values.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -302,6 +303,11 @@ def notes_of(counted: Counted) -> Iterator[str]:
         yield f"not counted: {path.name}: {reason}"
     if len(left_out) > MOST_NAMED:
         yield f"and {len(left_out) - MOST_NAMED} more that are not counted"
+    codes = dict.fromkeys((run.row_hash, run.code) for run in counted.runs)
+    by_row = Counter(row for row, _ in codes)
+    several = [code for row, code in codes if by_row[row] > 1]
+    if several:
+        yield f"runs of one row are of several versions of code: {'; '.join(several)}"
     revisions = sorted({revision for run in counted.runs for revision in run.revisions})
     seconds = math.fsum(run.numbers.get("seconds", 0.0) for run in counted.runs)
     runs = "1 finished run"

@@ -6,6 +6,7 @@ The epochs are in fit.py, what ends a run in stop.py, its processes in ranks.py.
 import math
 import platform
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -13,14 +14,14 @@ from typing import Any
 
 import torch
 
-from reproduction.config import Config
+from reproduction.config import DATA, DOORS, Config
 from reproduction.data import loaders
 from reproduction.data.halves import Data, in_memory
 from reproduction.data.seeding import preserved_generators
 from reproduction.data.sources import opened, record
 from reproduction.errors import PlainError, Pulse, Stopped, UserError, reason_of, say, warn
 from reproduction.folder import RunFolder, hold
-from reproduction.identity import changes, run_hash, saved
+from reproduction.identity import changes, files_of, flat, own_code, run_hash, saved
 from reproduction.machine import git_revision, hardware_name, is_first_rank, local_ranks
 from reproduction.models.build import (
     build_module,
@@ -42,6 +43,7 @@ from reproduction.training.fit import (
     write_metrics,
 )
 from reproduction.training.loggers import Loggers
+from reproduction.training.optimizers import build_optimizer
 from reproduction.training.ranks import World, join_world, on_ranks, resolve_device
 from reproduction.training.step import Trainer
 from reproduction.training.stop import Stop, handling
@@ -88,9 +90,12 @@ def _record_end(folder: RunFolder, config: Config, status: str, reason: str) -> 
 
 def check_start(config: Config) -> None:
     """Raises UserError if the run cannot start here; writes nothing but downloaded data."""
+    check_capture(config)
     data = opened(config.dataset)
     batches = loaders.TrainingBatches(config, len(data.train), rank=0, ranks=config.devices)
-    try_pass(config.model, config.augmentation, len(data.classes))
+    classes = len(data.classes)
+    trial = try_pass(config.model, config.augmentation, classes, own_code(config))
+    build_optimizer(trial.module.to_empty(device="cpu"), config.recipe)
     images = loaders.build_training_images(config, data.train)
     try:
         images[0, 0]  # epoch 0, image 0: raises if it is unreadable
@@ -101,6 +106,20 @@ def check_start(config: Config) -> None:
     if fewest < count:
         reason = f"some batches leave {fewest} images to a rank, allowed is 1..{fewest}"
         raise UserError(f"recipe.grad_accum_steps={count}: {reason}")
+
+
+def check_capture(config: Config) -> None:
+    """Raises UserError for a CUDA graph of code that cannot be captured, or does not say so."""
+    if config.compile != "cuda-graph":
+        return
+    for key, chosen in flat(asdict(config)):
+        if key in DOORS and key != DATA.key:
+            door = DOORS[key]
+            with door.refusing(chosen):
+                is_capturable = getattr(door.factory(chosen), "capturable", not door.is_own(chosen))
+            if not is_capturable:
+                rule = "cannot be captured; code of your own can if it says `capturable = True`"
+                raise UserError(f"compile=cuda-graph {key}={chosen}: {rule}")
 
 
 def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,11 +287,12 @@ def _htm_numbers(trainer: Trainer, htm: HTM) -> dict[str, list[float | str]]:
     model = without_weights(trainer.config.model)
     stack = trainer.config.augmentation
     with preserved_generators():  # only a pass tells how many tokens enter a layer
-        tokens = try_pass(model, stack, len(trainer.classes))
-    layers = [*zip(htm.by_layer.values(), tokens, strict=True)]
+        classes, own = len(trainer.classes), own_code(trainer.config)
+        mixes = try_pass(model, stack, classes, own).output.layers
+    layers = [*zip(htm.by_layer.values(), mixes, strict=True)]
     return {
         "tau": [_finite(settings.tau) for settings, _ in layers],
-        "rho": [_finite(settings.rho_for(count)) for settings, count in layers],
+        "rho": [_finite(settings.rho_for(mix.saliency.shape[1])) for settings, mix in layers],
     }
 
 
@@ -301,6 +321,7 @@ def _facts(trainer: Trainer, data: Data) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "name": config.name,
         "data": record(data, config.model.weights),
+        "code": files_of(own_code(config)),
         "parameters": count_parameters(trainer.module),
         "seed": config.seed,
         "devices": config.devices,

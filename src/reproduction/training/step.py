@@ -9,10 +9,9 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
-from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 from reproduction.config import Config, Recipe
 from reproduction.data.inputs import Draws, Mixed, build_training_inputs
@@ -22,6 +21,7 @@ from reproduction.models.weights import module_state
 from reproduction.training.evaluate import autocast
 from reproduction.training.graph import StepGraph
 from reproduction.training.metrics import constant
+from reproduction.training.optimizers import build_optimizer, skips
 from reproduction.training.ranks import World
 from tokenmixup import Output, TokenMixup, training_loss
 from tokenmixup.assignment import Diverged
@@ -106,7 +106,9 @@ class Trainer:
             self.average = Average(module.model, recipe.ema_decay, self.is_held)
         self.parallel = world.parallel(module)
         self.optimizer = build_optimizer(module, recipe)
-        setattr(self.optimizer, "found_inf", self.is_held)
+        self.skips = skips(self.optimizer)
+        if self.skips:  # others refuse it
+            setattr(self.optimizer, "found_inf", self.is_held)
         self.lr = recipe.lr  # of the last step
         self.lr_of_graphs = torch.zeros((), device=device)
         self.graph: StepGraph | None = None
@@ -172,7 +174,9 @@ class Trainer:
         # Weights
         norm = self._clip_gradients()
         self._judge(norm, parts)
-        self.optimizer.step()  # by itself: `scaler.step` would replace its `found_inf`
+        # If it is not fused, it does not skip a step by itself: the host waits for the norm.
+        if self.skips or not self.is_held:
+            self.optimizer.step()  # not by `scaler.step`, which would replace its `found_inf`
         self.scaler.update()
         self.optimizer.zero_grad()
 
@@ -274,23 +278,6 @@ class Trainer:
         if self.graph is not None:
             self.graph.forget()  # the optimiser's state is in new tensors
         self.step = state["step"]
-
-
-def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
-    """Builds AdamW, or SGD with (non-Nesterov) momentum; biases and other vectors do not decay.
-
-    The fused kernels take one pass over each parameter, and skip a step on the device.
-    """
-    settings: dict[str, Any] = {"lr": recipe.lr, "weight_decay": recipe.weight_decay, "fused": True}
-    if recipe.optimizer == "adamw":
-        return create_optimizer_v2(model, opt="adamw", **settings)
-    # timm's "sgd" uses Nesterov momentum
-    optimizer = create_optimizer_v2(model, opt="momentum", momentum=0.9, **settings)
-    # The kernel leaves the buffers uninitialised if it skips the first step.
-    for group in optimizer.param_groups:  # frozen parameters are in none
-        for parameter in group["params"]:
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return optimizer
 
 
 def learning_rate(recipe: Recipe, step: int, steps_per_epoch: int) -> float:

@@ -1,0 +1,147 @@
+"""One door: where a name chooses a function, it is a name of ours, or the path of yours.
+
+A path is `package.module:factory`. A factory is called with the options beside its key, by name,
+and what it returns is used. Ours are entries of the same tables, and enter by the same door.
+"""
+
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from traceback import extract_tb
+from types import ModuleType
+from typing import Any
+
+from pydantic import WithJsonSchema
+
+from reproduction.errors import OneLineError, UserError, first_line
+
+OURS = ("reproduction", "tokenmixup")  # packages whose code is that of this revision
+PATH = re.compile(r"(?a)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+FORM = "package.module:factory"
+WHERE = "a module must be installed, or lie in the folder of the command, or in PYTHONPATH"
+
+
+class Refused(ValueError):
+    """What is wrong with an object or its options, in words that need no name of an error."""
+
+
+def module_of(path: str) -> ModuleType:
+    """Imports the module of a path, also from the folder of the command, which is searched last."""
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.append(folder)  # processes that this one starts are in the same folder
+    return import_module(path.partition(":")[0])
+
+
+def file_of(path: str) -> str:
+    """Returns the name of the file that a path names, and the sha256 of its content."""
+    file = Path(str(module_of(path).__file__))
+    return f"{file.name} with sha256 {sha256(file.read_bytes()).hexdigest()[:8]}"
+
+
+def line_of(error: Exception) -> str:
+    """Returns the type of an error of any code, its message, and where it was raised."""
+    place = extract_tb(error.__traceback__)[-1]
+    return f"{first_line(error)} ({place.filename}:{place.lineno})"
+
+
+@dataclass(frozen=True)
+class Door:
+    """What may stand at a key of the configuration that chooses a function."""
+
+    key: str
+    # the paths of ours by name: to list them, nothing is imported
+    ours: Mapping[str, str] = field(default_factory=dict)
+    timm: str = ""  # the path of an object whose attributes are timm's: NAME, or timm:NAME
+
+    @property
+    def allowed(self) -> str:
+        names = ", ".join(self.ours)
+        if self.timm:
+            names += ", a name of timm's"
+        return f"{names} or {FORM}" if names else FORM
+
+    def takes(self, chosen: Any) -> bool:
+        """Whether this is a name of ours, or has the form of a path, or of a name of timm's."""
+        if not isinstance(chosen, str):
+            return False
+        return bool((self.timm and chosen.isidentifier()) or PATH.fullmatch(self.path(chosen)))
+
+    def path(self, chosen: str) -> str:
+        """Returns the path that a name stands for, or that stands here itself."""
+        package, _, name = chosen.rpartition(":")
+        if chosen not in self.ours and self.timm and package in ("", "timm"):
+            return f"{self.timm}.{name}"
+        return self.ours.get(chosen, chosen)
+
+    def is_own(self, chosen: str) -> bool:
+        """Whether this is the path of code from elsewhere."""
+        return self.path(chosen).partition(":")[0].partition(".")[0] not in OURS
+
+    def checked(self, chosen: str) -> str:
+        """Returns a name of ours or a path; ValueError for anything else."""
+        if not self.takes(chosen):
+            raise ValueError(f"must be {self.allowed}")
+        return chosen
+
+    @property
+    def schema(self) -> WithJsonSchema:
+        """What help says of it."""
+        return WithJsonSchema({"type": "string", "allowed": self.allowed})
+
+    def factory(self, chosen: str) -> Callable[..., Any]:
+        """Returns the factory of a name or a path; Refused if its module has none."""
+        path = self.path(chosen)
+        found: Any = module_of(path)
+        for name in path.partition(":")[2].split("."):
+            if not hasattr(found, name):
+                near = "".join(f", perhaps {x}" for x in get_close_matches(name, dir(found), n=1))
+                raise Refused(f"{getattr(found, '__file__', found)} has no {name}{near}")
+            found = getattr(found, name)
+        if not callable(found):
+            raise Refused("is no function")
+        return found
+
+    def called(self, chosen: str, options: Mapping[str, Any], *given: Any, **named: Any) -> Any:
+        """Returns what the factory makes of the options; Refused for one that it does not take."""
+        factory = self.factory(chosen)
+        try:
+            signature = inspect.signature(factory)
+        except ValueError:  # of code that is not Python
+            return factory(*given, **named, **options)
+        try:
+            signature.bind(*given, **named, **options)
+        except TypeError as error:
+            taken = ", ".join([*signature.parameters][len(given) :]) or "none"
+            text = str(error).removeprefix("inspect.Signature.bind() ")
+            raise Refused(f"{text}; its arguments are {taken}") from error
+        return factory(*given, **named, **options)
+
+    def made(self, chosen: str, options: Mapping[str, Any], *given: Any) -> Any:
+        """Returns what the factory makes of the options; UserError if it makes nothing."""
+        with self.refusing(chosen):
+            return self.called(chosen, options, *given)
+
+    @contextmanager
+    def refusing(self, chosen: str, word: str = "") -> Iterator[None]:
+        """Turns what fails into one line: of `word`, which is probably wrong, or of this key."""
+        word = word or f"{self.key}={chosen}"
+        try:
+            yield
+        except OneLineError:
+            raise
+        except Refused as error:
+            raise UserError(f"{word}: {error}") from error
+        except ModuleNotFoundError as error:
+            raise UserError(f"{word}: {error}; {WHERE}") from error
+        except Exception as error:  # from any code
+            told = line_of(error) if self.is_own(chosen) else first_line(error)
+            raise UserError(f"{word}: {told}") from error

@@ -1,0 +1,86 @@
+"""Optimisers: those of the recipes, and timm's by their names.
+
+A factory gets groups of parameters, of which biases and other vectors do not decay, `lr`,
+`weight_decay` and its options.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
+from timm.optim import param_groups_weight_decay as groups_of
+from torch.optim import SGD, Optimizer
+
+from reproduction.config import OPTIMIZER, Recipe
+from reproduction.door import Refused
+from tokenmixup import TokenMixup
+
+Groups = list[dict[str, Any]]
+
+
+def build_optimizer(module: TokenMixup, recipe: Recipe) -> Optimizer:
+    """Builds the optimiser of a recipe; UserError if that fails."""
+    exempt = module.no_weight_decay()
+    groups = groups_of(module, recipe.weight_decay, no_weight_decay_list=exempt)
+    chosen = recipe.optimizer
+    with OPTIMIZER.refusing(chosen):
+        given = {"lr": recipe.lr, "weight_decay": recipe.weight_decay}
+        optimizer = OPTIMIZER.called(chosen, recipe.optimizer_options, groups, **given)
+        if not isinstance(optimizer, Optimizer):
+            raise Refused(
+                f"returns {type(optimizer).__name__}, must return a torch.optim.Optimizer"
+            )
+        held = {p for group in optimizer.param_groups for p in group["params"]}
+        lost = [name for name, p in module.named_parameters() if p.requires_grad and p not in held]
+        if lost:
+            raise Refused(f"leaves out {len(lost)} parameters, such as {lost[0]}")
+    return optimizer
+
+
+def skips(optimizer: Optimizer) -> bool:
+    """Whether it does nothing while its `found_inf` is 1; torch's gradient scaler asks it, too."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def adamw(groups: Groups, lr: float, weight_decay: float, **options: Any) -> Optimizer:
+    """AdamW by the fused kernel: it takes one pass over each parameter, and skips on the device."""
+    return of_timm("adamw", groups, lr, weight_decay, fused=True, **options)
+
+
+def sgd(groups: Groups, lr: float, weight_decay: float, **options: Any) -> Optimizer:
+    """SGD with (non-Nesterov) momentum, likewise."""
+    optimizer = of_timm("momentum", groups, lr, weight_decay, fused=True, **options)
+    assert isinstance(optimizer, SGD)
+    # The kernel leaves the buffers uninitialised if it skips the first step.
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
+
+
+def of_timm(name: str, groups: Groups, lr: float, weight_decay: float, **options: Any) -> Optimizer:
+    if get_optimizer_info(name).second_order:
+        raise Refused("needs gradients of gradients")
+    return create_optimizer_v2(groups, opt=name, lr=lr, weight_decay=weight_decay, **options)
+
+
+class Timm:
+    """timm's optimisers: an attribute is the factory of this name."""
+
+    def __getattr__(self, name: str) -> Callable[..., Optimizer]:
+        if name not in list_optimizers():
+            raise AttributeError(name)
+        factory = partial(of_timm, name)
+        setattr(factory, "capturable", False)
+        return factory
+
+    def __dir__(self) -> list[str]:
+        return [str(name) for name in list_optimizers()]
+
+    def __repr__(self) -> str:
+        return "timm"
+
+
+TIMM = Timm()

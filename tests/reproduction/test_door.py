@@ -1,0 +1,160 @@
+"""The one door: paths of one's own in every program and child, mistakes, other code."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.doors import (
+    SMALL,
+    Run,
+    Words,
+    assert_refused,
+    assert_succeeded,
+    build_trainer,
+    evaluate,
+    run,
+    runs,
+    script,
+    snapshot,
+    train,
+)
+
+ONE = (SMALL, "recipe.epochs=1", "recipe.max_steps=2")
+MODULE = """
+from reproduction.data import sources
+
+
+def images():
+    return sources.digits()
+
+
+def matching():
+    return lambda samples: samples.donors
+
+
+def choosing():
+    return lambda samples: samples.mask_of
+
+
+def labels():
+    return lambda samples: samples.saliency[:, :2]
+
+
+def detecting():
+    return lambda entry: entry.tokens[:, :3, 0]
+
+
+def optimizing(groups, lr, weight_decay):
+    return groups
+
+
+def failing(*given, **named):
+    raise KeyError("a key of mine")
+
+
+number = 3
+"""
+IMAGES: Words = ("dataset=custom", "dataset.source=mine_of_tests:images", "dataset.workers=0")
+# a key -> the words beside it, but for its path
+KEYS: dict[str, tuple[Words, str]] = {
+    "dataset.source": ("dataset=custom", "images"),
+    "augmentation.htm.matching": ((), "matching"),
+    "augmentation.htm.mask_rule": ((), "choosing"),
+    "augmentation.htm.labels": ((), "labels"),
+    "augmentation.htm.detector": ((), "detecting"),
+    "recipe.optimizer": ((), "optimizing"),
+}
+OPTIMIZERS = ["adamw", "sgd", "timm:sgd", "lion", "adan", "muon", "lamb", "torch.optim:RAdam"]
+MISTAKES = {  # path -> what the line names
+    "{name}.": "must be",
+    "nowhere_of_tests:{name}": "No module named 'nowhere_of_tests'",
+    "mine_of_tests:{name}s_of": "has no {name}s_of",
+    "mine_of_tests:number": "is no function",
+    "mine_of_tests:failing": "KeyError: 'a key of mine' ({file}",
+    "mine_of_tests/{name}": "must be",
+}
+
+
+@pytest.fixture(autouse=True)
+def module(here: Path) -> Iterator[Path]:
+    path = here / "mine_of_tests.py"
+    path.write_text(MODULE)
+    yield path
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_mistyped_path_is_one_line(key: str, module: Path):
+    words, name = KEYS[key]
+    before = snapshot()
+    for path, told in MISTAKES.items():
+        word = f"{key}={path.format(name=name)}"
+        named = [key, told.format(name=name, file=module)]
+        assert_refused(train(ONE, words, word), *named)
+    assert_refused(train(ONE, words, f"{key}=mine_of_tests:{name[:-1]}"), f"perhaps {name}")
+    assert snapshot() == before
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key != "dataset.source"])
+def test_what_returns_another_thing_on_a_trial_is_one_line(key: str):
+    words, name = KEYS[key]
+    word = f"{key}=mine_of_tests:{name}"
+    assert_refused(train(ONE, words, word), word)
+    group, _, last = key.rpartition(".")
+    option = f"+{group}.{last}_options.size=3"
+    assert_refused(train(ONE, words, word, option), "size", "its arguments are ")
+    assert_refused(train(ONE, words, option), "size")
+    assert not runs()
+
+
+def test_a_module_in_the_folder_of_the_command_is_found_by_every_program():
+    """Also by the processes of a sweep, and by eval.py, which runs it only if it is asked to."""
+    assert_succeeded(train("-m", "seed=0,1", "jobs=2", IMAGES, ONE, apart=True), "2 of 2 runs")
+    one, other = runs()
+    assert one.summary["code"].keys() == {"dataset.source"}
+    assert_refused(evaluate(f"run={one.path}", apart=True), "to run it, add dataset.source=mine_")
+    word = "dataset.source=mine_of_tests:images"
+    assert_succeeded(evaluate(f"run={other.path}", word, apart=True), "images of custom")
+
+
+def test_the_folder_of_the_command_is_searched_last(module: Path):
+    """A file there takes the place of no module that is installed."""
+    module.with_name("json.py").write_text(MODULE)
+    assert_refused(train(ONE, "dataset=custom", "dataset.source=json:images"), "json/__init__.py")
+
+
+def test_a_run_is_not_resumed_with_other_code(module: Path):
+    words = (ONE, IMAGES, "name=mine", "resume=auto")
+    assert_succeeded(run("train.py", words, apart=True))
+    module.write_text(MODULE + "\n# later\n")
+    result = run("train.py", words, apart=True)
+    assert_refused(result, "other code", "mine_of_tests.py with sha256")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_is_not_finite_changes_nothing_for_any_optimizer(name: str):
+    """Those that cannot skip it by themselves would let the nan through."""
+    trainer = build_trainer(f"recipe.optimizer={name}", "augmentation=[]", "device=cpu")
+    images = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8)
+    trainer.train_step(images, torch.arange(8), 8)
+    parameter = trainer.parameters[0]
+    hook = parameter.register_hook(lambda gradient: gradient * torch.nan)
+    before = {key: value.clone() for key, value in trainer.module.state_dict().items()}
+    trainer.train_step(images, torch.arange(8), 8)
+    hook.remove()
+    for key, value in trainer.module.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    assert trainer.has_diverged == 1
+
+
+def test_a_table_marks_a_row_whose_runs_are_of_several_codes(module: Path):
+    words = (ONE, IMAGES, "name=mine-${seed}")
+    assert_succeeded(train(words, "seed=0", apart=True))
+    assert "several versions" not in script("runs", "outputs").out
+    module.write_text(MODULE + "\n# later\n")
+    assert_succeeded(train(words, "seed=1", apart=True))
+    shown = script("runs", "outputs").out
+    first = Run("outputs/mine-0").summary["code"]["dataset.source"]
+    assert "of several versions of code" in shown
+    assert first in shown

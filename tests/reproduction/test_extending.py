@@ -1,0 +1,90 @@
+"""Every example of docs/extending.md, from a folder outside of the repository, and what it does."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.doors import (
+    ROOT,
+    SMALL,
+    Run,
+    assert_succeeded,
+    evaluate,
+    load_run,
+    run,
+    runs,
+    same,
+    script,
+    train,
+)
+from tests.images import OWN, disturbed
+from tests.pages import codes
+
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+FILES = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL))
+COMMANDS = {
+    shlex.split(line)[-1]: shlex.split(line)[2:]
+    for text in codes(PAGE, "sh")
+    for line in text.splitlines()
+    if line.startswith("python train.py")
+}
+# What mixes at once, so that rules have something to do; without it the first epochs mix nothing.
+MIXES = ("augmentation.htm.tau=inf", "augmentation.htm.rho=0")
+SHORT = (SMALL, MIXES, "recipe.epochs=1", "recipe.max_steps=3")
+every_example = pytest.mark.parametrize("name", COMMANDS)
+
+
+@pytest.fixture(autouse=True)
+def files(here: Path) -> None:
+    for name, text in FILES.items():
+        path = here / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def asked(run: Run) -> list[str]:
+    """The words by which eval.py may run the code of a run: those that it names itself."""
+    result = evaluate(f"run={run.path}")
+    return re.findall(r"add (\S+)", result.err)
+
+
+@every_example
+def test_an_example_trains_three_steps_is_evaluated_and_exported(name: str):
+    words = COMMANDS[name]
+    assert_succeeded(train(words, SHORT, "name=mine"))
+    mine = Run("outputs/mine")
+    assert len(mine.steps) == 3
+    plain = train(SHORT, "name=plain")
+    assert_succeeded(plain)
+    assert same(mine, Run("outputs/plain"))
+    named = asked(mine)
+    assert_succeeded(evaluate("run=outputs/mine", named), "of digits")
+    assert mine.evaluation()["top1"] == mine.summary["top1_last"]
+    assert_succeeded(evaluate("run=outputs/mine", named, "export=mine.safetensors"))
+    model, _, classes = load_run("outputs/mine")
+    assert len(classes) == 10
+    assert not model.training
+
+
+@pytest.mark.slow
+@every_example
+def test_an_example_resumes_exactly(name: str):
+    images = (OWN, "dataset.limit=null", "dataset.eval_limit=null")
+    words = (COMMANDS[name], SMALL, MIXES, images, "resume=auto")
+    assert_succeeded(train(words, "name=whole"))
+    with disturbed("SIGTERM", at=45):
+        assert train(words, "name=mine", "output_root=stopped").status == 130
+    assert_succeeded(train(words, "name=mine", "output_root=stopped"), "resuming after step")
+    assert same(Run("outputs/whole"), Run("stopped/mine")) == []
+
+
+@pytest.mark.slow
+@every_example
+def test_an_example_is_swept_and_compiled(name: str):
+    words = (COMMANDS[name], SHORT)
+    result = run("train.py", "-m", "seed=0,1", "jobs=2", words, "compile=true", apart=True)
+    assert_succeeded(result, "2 of 2 runs are finished")
+    assert len({each.summary["weights_sha256"] for each in runs()}) == 2
+    assert script("runs", "outputs").out.count("2 finished")
