@@ -24,7 +24,10 @@ class HorizontalMix(NamedTuple):
     gain: Tensor  # b t, saliency of the donor's token minus that of the replaced one, else 0
     keep_ratio: Tensor  # b 1, weight of a sample's own label
     is_easy: Tensor  # b bool
-    saliency: Tensor  # b t float32, what was compared
+    difficulty: Tensor  # b, with the targets before mixing
+    saliency: Tensor  # b t float32, what was compared, before mixing
+    layer: int | None = None  # of a training pass
+    score_logits: Tensor | None = None  # b c, of its ScoreNet
 
 
 @dataclass(eq=False)
@@ -144,6 +147,7 @@ def mix_horizontal(
         gain=samples.mixed_saliency - saliency,
         keep_ratio=keep_ratio,
         is_easy=samples.is_easy,
+        difficulty=difficulty,
         saliency=saliency,
     )
 

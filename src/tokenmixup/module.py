@@ -50,11 +50,11 @@ from tokenmixup.adapters import (
 )
 from tokenmixup.block import Forward, Part, Plan, plain_forward
 from tokenmixup.contexts import evaluating
-from tokenmixup.horizontal import PAPER
+from tokenmixup.horizontal import PAPER, HorizontalMix
 from tokenmixup.kept import generators_of, unchanged
 from tokenmixup.manifold import ManifoldMix, draw_manifold_mix
 from tokenmixup.needs import Mixing, check_layers, check_needs
-from tokenmixup.output import LayerMix, Output
+from tokenmixup.output import Output
 from tokenmixup.passes import Pass, run_in_pass
 from tokenmixup.prove import Sights, are_proved, can_run_apart, check_parts, mode_of, state_of
 from tokenmixup.rules import rules_of
@@ -327,7 +327,7 @@ class TokenMixup(nn.Module):
         self.scorenets.requires_grad_(False)
 
     @torch.no_grad()
-    def mixed_pairs(self, images: Tensor, targets: Tensor) -> LayerMix | None:
+    def mixed_pairs(self, images: Tensor, targets: Tensor) -> HorizontalMix | None:
         """Returns what HTM's first layer makes of these images; None without HTM.
 
         Runs the model in its current mode: training mode has dropout and updates running

@@ -11,19 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-class LayerMix(NamedTuple):
-    """Results of HTM at one layer."""
-
-    layer: int
-    score_logits: Tensor  # b c, of the layer's ScoreNet
-    difficulty: Tensor  # b, with the targets before mixing
-    is_easy: Tensor  # b bool
-    mask: Tensor  # b t bool, the replaced tokens
-    gain: Tensor  # b t, gain in saliency of each replaced token, else 0
-    saliency: Tensor  # b t, what was compared, before mixing
-    donor: Tensor  # b int64, a hard sample's is itself
-    keep_ratio: Tensor  # b 1, weight of a sample's own label
+from tokenmixup.horizontal import HorizontalMix
 
 
 class Stat(NamedTuple):
@@ -57,7 +45,7 @@ class Output(NamedTuple):
     is_easy: Tensor | None = None  # b bool, at any layer
     mask: Tensor | None = None  # b t bool, tokens replaced at any layer
     gain: Tensor | None = None  # b t, their gain in saliency, summed over the layers
-    layers: tuple[LayerMix, ...] = ()
+    layers: tuple[HorizontalMix, ...] = ()
     score_loss_weight: float = 0.0  # the setting of HTM
     sums: Mapping[str, Stat] = UNMIXED  # what `stats` are computed from
 
@@ -78,7 +66,7 @@ class Output(NamedTuple):
 
 
 def output_of(
-    logits: Tensor, targets: Tensor, layers: Sequence[LayerMix], score_loss_weight: float
+    logits: Tensor, targets: Tensor, layers: Sequence[HorizontalMix], score_loss_weight: float
 ) -> Output:
     """Returns the output of a pass, with its sums: computed here, they are compiled with it."""
     if not layers:

@@ -21,9 +21,9 @@ from tokenmixup.block import (
     checked_tokens,
     run_watched,
 )
-from tokenmixup.horizontal import Rules, mix_horizontal
+from tokenmixup.horizontal import HorizontalMix, Rules, mix_horizontal
 from tokenmixup.manifold import ManifoldMix
-from tokenmixup.output import LayerMix, Output, output_of
+from tokenmixup.output import Output, output_of
 from tokenmixup.prove import Sights, proved
 from tokenmixup.rules import in_published_order
 from tokenmixup.saliency import by_attention, grid_of, saliency_of_map
@@ -47,7 +47,7 @@ class Pass:
     grid: tuple[int, int] | None = None  # rows and columns of patches
     entered: list[int] = field(default_factory=list)  # indices of the blocks that have begun
     memories: dict[int, Memory] = field(default_factory=dict)  # by layer of VTM
-    layers: list[LayerMix] = field(default_factory=list)
+    layers: list[HorizontalMix] = field(default_factory=list)
     autograd: Autograd = field(default_factory=autograd_now)
 
     def run_block(self, plan: Plan, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -137,18 +137,7 @@ class Pass:
             rules=self.rules,
             grid=grid_of(entry, saliency.shape[1]),
         )
-        layer = LayerMix(
-            layer=plan.index,
-            score_logits=score_logits,
-            difficulty=nats,
-            is_easy=mix.is_easy,
-            mask=mix.mask,
-            gain=mix.gain,
-            saliency=mix.saliency,
-            donor=mix.donor,
-            keep_ratio=mix.keep_ratio,
-        )
-        self.layers.append(layer)
+        self.layers.append(mix._replace(layer=plan.index, score_logits=score_logits))
         if htm.order == "published":  # VTM goes on choosing by the saliency before mixing
             mix = in_published_order(mix)
         elif vtm_saliency is not None:

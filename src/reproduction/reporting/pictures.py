@@ -17,7 +17,7 @@ from reproduction.reporting.drawing import ORANGE, figure
 from reproduction.reporting.trained import Sample, TrainedRun
 from tokenmixup import TokenMixup, attach, blocks_of
 from tokenmixup.adapters import adapter_of
-from tokenmixup.output import LayerMix
+from tokenmixup.horizontal import HorizontalMix
 
 PAIRS = 3
 LONGEST_LABEL = 13  # characters of a class name
@@ -51,7 +51,7 @@ def draw_pairs(path: Path, trained: TrainedRun, sample: Sample) -> None:
             _draw_pair(row, mix, receiver, pictures, names)
 
 
-def chosen_pairs(mix: LayerMix, classes: list[int]) -> list[int]:
+def chosen_pairs(mix: HorizontalMix, classes: list[int]) -> list[int]:
     """Returns the receivers of the pairs to show.
 
     Each two classes have one, different ones first, then those with the most even shares.
@@ -67,7 +67,7 @@ def chosen_pairs(mix: LayerMix, classes: list[int]) -> list[int]:
 
 
 def _draw_pair(
-    row: np.ndarray, mix: LayerMix, receiver: int, pictures: np.ndarray, names: list[str]
+    row: np.ndarray, mix: HorizontalMix, receiver: int, pictures: np.ndarray, names: list[str]
 ) -> None:
     """Draws receiver and donor, each beside its saliency on one scale, and their mixture."""
     donor = int(mix.donor[receiver])
