@@ -129,8 +129,9 @@ def _median(change: Tensor, where: Tensor) -> Tensor:
 
 def dtype_of(x: Tensor) -> torch.dtype:
     """Returns the dtype in which a block works on `x`: autocast's, if there is one."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):  # a meta device has none
+        return torch.get_autocast_dtype(kind)
     return x.dtype
 
 
