@@ -340,6 +340,13 @@ def test_copies_run_their_own_parts_and_are_saved_whole(images, targets, tmp_pat
     assert torch.equal(module(images, targets).logits, expected.logits)
 
 
+def test_a_pass_on_a_meta_device_tells_shapes(images, targets):
+    module = attached(**BOTH).to("meta")
+    output = module(images.to("meta"), targets.to("meta"))
+    assert output.logits.shape == targets.shape
+    assert output.mask.device.type == "meta"
+
+
 def test_what_a_model_loses_is_freed(images, targets):
     module = attached(**BOTH)
     module(images, targets)
