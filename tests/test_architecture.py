@@ -35,6 +35,7 @@ STANDARD |= {
     "math",
     "numbers",
     "operator",
+    "pickle",
     "pkgutil",
     "random",
     "re",
