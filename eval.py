@@ -14,8 +14,8 @@
 
 With run=, these may be changed: dataset=NAME, dataset.KEY but for limit, validation and
 validation_seed (mean and std stay the run's unless they are named), device, devices and
-recipe.precision. A function of your own, which returns the images, runs only if dataset.source
-names it. train.py --help shows the values.
+recipe.precision. Code of your own, which returns the images or the model, runs only if the words
+name it: dataset.source, model.source. train.py --help shows the values.
 """
 
 import os
@@ -34,7 +34,7 @@ from reproduction.identity import digest, settings_of_evaluation
 from reproduction.machine import is_first_rank
 
 OWN = ("run", "weights", "checkpoint", "predictions", "images", "export")
-OF_A_RUN = ("device", "devices", "dataset", "recipe.precision")
+OF_A_RUN = ("device", "devices", "dataset", "recipe.precision", "model.source")
 FOR_TRAINING = ("dataset.limit", "dataset.validation", "dataset.validation_seed")
 
 
@@ -62,6 +62,10 @@ def main(words: list[str]) -> None:
         saved = folder.read_config()
         files = folder.weights(which)
         config = of_run(saved, words)
+        code = ["model.source"]
+        if own.keys().isdisjoint(("images", "export")):
+            code.append("dataset.source")
+        check_asked(config, words, *code)
         result = folder.path / f"evaluation-{which}.json"
     else:
         files = [Path(own["checkpoint"])]
@@ -70,8 +74,6 @@ def main(words: list[str]) -> None:
     if "export" in own:
         export(config, files, new_file(own, "export", ".safetensors"), is_run=saved is not None)
         return
-    if saved is not None and "images" not in own:
-        check_asked(config, words, "dataset.source")
     settings = settings_of_evaluation(config)
     hashed: list[Any] = [settings]
     if saved is None:
@@ -105,6 +107,8 @@ def of_run(saved: Config, words: Sequence[str]) -> Config:
         is_changeable = key in OF_A_RUN or key.partition(".")[0] in OF_A_RUN
         if key in FOR_TRAINING:
             raise UserError(f"{word}: cannot be changed, it has chosen the training images")
+        if key == "model.source" and word != f"{key}={getattr(saved.model, 'source', None)}":
+            raise UserError(f"{word}: cannot be changed, it names the code of the run's model")
         if not is_changeable:
             raise UserError(f"{word}: not allowed here, allowed are {', '.join((*OWN, *OF_A_RUN))}")
     raw = {**asdict(saved), "devices": 1, "compile": False}

@@ -77,6 +77,7 @@ PathName = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser
 
 # Keys that choose a function. What each one is called with, and returns: docs/extending.md.
 DATA = Door("dataset.source")
+MODEL = Door("model.source")
 HTM_RULES = {name: Door(f"augmentation.htm.{name}", ours) for name, ours in RULES.items()}
 OPTIMIZER = Door(
     "recipe.optimizer",
@@ -86,7 +87,7 @@ OPTIMIZER = Door(
     },
     timm="reproduction.training.optimizers:TIMM",
 )
-DOORS = {door.key: door for door in (DATA, *HTM_RULES.values(), OPTIMIZER)}
+DOORS = {door.key: door for door in (DATA, MODEL, *HTM_RULES.values(), OPTIMIZER)}
 
 
 @schema
@@ -159,7 +160,22 @@ class Library(Model):
     stem: Literal["imagenet", "cifar"]
 
 
-AnyModel = CCT | ViT | Library
+@schema
+class Own(Model):
+    """A model of one's own, with the default layers of HTM and VTM.
+
+    Its factory `source` gets `num_classes` and `options`.
+    """
+
+    family: Literal["custom"]
+    source: Annotated[str, AfterValidator(MODEL.checked), MODEL.schema]
+    options: dict[str, Any] = Field(default_factory=dict)
+    checkpoint_blocks: StrictBool = False
+    htm_layer: Whole
+    vtm_layer: Whole
+
+
+AnyModel = CCT | ViT | Library | Own
 
 
 @schema
@@ -372,7 +388,7 @@ def check_new(config: Config) -> None:
 
 # Of the place of an error these are no keys: families of models, types of a union, and what
 # pydantic calls its own steps, such as `function-after[...]`.
-NO_KEY = re.compile(r"cct|vit|library|int|bool|.*\W.*")
+NO_KEY = re.compile(r"cct|vit|library|custom|int|bool|.*\W.*")
 
 
 def validated(kind: type[Kind], raw: Any) -> Kind:
