@@ -87,7 +87,8 @@ OPTIMIZER = Door(
     },
     timm="reproduction.training.optimizers:TIMM",
 )
-DOORS = {door.key: door for door in (DATA, MODEL, *HTM_RULES.values(), OPTIMIZER)}
+LOSS = Door("recipe.loss", {"cross_entropy": "reproduction.training.step:cross_entropy"})
+DOORS = {door.key: door for door in (DATA, MODEL, *HTM_RULES.values(), OPTIMIZER, LOSS)}
 
 
 @schema
@@ -274,6 +275,8 @@ class Recipe:
     grad_accum_steps: Count
     optimizer: Annotated[str, AfterValidator(OPTIMIZER.checked), OPTIMIZER.schema]
     optimizer_options: dict[str, Any] = Field(default_factory=dict)
+    loss: Annotated[str, AfterValidator(LOSS.checked), LOSS.schema] = "cross_entropy"
+    loss_options: dict[str, Any] = Field(default_factory=dict)
     lr: Positive
     min_lr: Amount
     warmup_lr: Amount

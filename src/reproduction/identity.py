@@ -54,6 +54,7 @@ COUNTED_DEFAULTS = {  # of keys that are in the hash of every run
 # it. At this value it is in no hash, so that their folders keep their names.
 FIRST_DEFAULTS: dict[str, Any] = {
     "recipe.drop_last": False,
+    "recipe.loss": "cross_entropy",
 }
 
 

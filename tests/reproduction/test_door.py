@@ -50,6 +50,10 @@ def detecting():
     return lambda entry: entry.tokens[:, :3, 0]
 
 
+def losing():
+    return lambda output, batch, step: output.logits
+
+
 def optimizing(groups, lr, weight_decay):
     return groups
 
@@ -70,6 +74,7 @@ KEYS: dict[str, tuple[Words, str]] = {
     "augmentation.htm.labels": ((), "labels"),
     "augmentation.htm.detector": ((), "detecting"),
     "recipe.optimizer": ((), "optimizing"),
+    "recipe.loss": ((), "losing"),
 }
 OPTIMIZERS = ["adamw", "sgd", "timm:sgd", "lion", "adan", "muon", "lamb", "torch.optim:RAdam"]
 MISTAKES = {  # path -> what the line names

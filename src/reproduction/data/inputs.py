@@ -42,26 +42,16 @@ class Mixed(NamedTuple):
     images: Tensor  # b 3 h w
     classes: Tensor  # b, of the image itself
     partners: Tensor  # b, of the image that is mixed in
-    weight: Tensor | float = 1.0  # of the images themselves, one for all
+    weight: Tensor | float = 1.0  # of the images themselves, b 1
     rest: Tensor | float = 0.0  # of the partners: 1 - weight
     is_mixed: Tensor | None = None  # b bool, None: no image is
+    swapped: Tensor | None = None  # b 1 h w bool, pixels of the partner, with CutMix
 
     def split(self, count: int) -> Iterator["Mixed"]:
         """Yields `count` consecutive parts, whose sizes differ by at most one."""
-        is_mixed: Sequence[Tensor | None] = [None] * count
-        if self.is_mixed is not None:
-            is_mixed = self.is_mixed.tensor_split(count)
-        parts = zip(
-            self.images.tensor_split(count),
-            self.classes.tensor_split(count),
-            self.partners.tensor_split(count),
-            is_mixed,
-            strict=True,
-        )
-        for images, classes, partners, is_mixed_part in parts:
-            yield self._replace(
-                images=images, classes=classes, partners=partners, is_mixed=is_mixed_part
-            )
+        columns = [x.tensor_split(count) if isinstance(x, Tensor) else [x] * count for x in self]
+        for parts in zip(*columns, strict=True):
+            yield Mixed(*parts)
 
     def targets(self, num_classes: int, smoothing: float) -> Tensor:
         """Returns soft targets `b c`: both classes by their weights, with smoothed labels."""
@@ -120,15 +110,18 @@ class InputMixing(Mixup):
         if self.mixup_alpha > 0:
             images = images * pixel_weight[..., None, None]
             images = images + partners * pixel_rest[..., None, None]
-        if draws.swapped is not None:
-            images = torch.where(draws.swapped, partners, images)
+        swapped = draws.swapped
+        if swapped is not None:
+            images = torch.where(swapped, partners, images)
+            swapped = swapped.expand(len(images), -1, -1, -1)
         return Mixed(
             images=images,
             classes=classes,
             partners=classes.flip(0),
-            weight=weight,
-            rest=rest,
+            weight=weight.expand(len(images), 1),
+            rest=rest.expand(len(images), 1),
             is_mixed=draws.is_mixed,
+            swapped=swapped,
         )
 
 

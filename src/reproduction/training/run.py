@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
-from reproduction.config import DATA, DOORS, Config
+from reproduction.config import DATA, DOORS, LOSS, Config
 from reproduction.data import loaders
 from reproduction.data.halves import Data, in_memory
+from reproduction.data.inputs import build_training_inputs
 from reproduction.data.seeding import preserved_generators
 from reproduction.data.sources import opened, record
+from reproduction.door import Refused
 from reproduction.errors import PlainError, Pulse, Stopped, UserError, reason_of, say, warn
 from reproduction.folder import RunFolder, hold
 from reproduction.identity import changes, files_of, flat, own_code, run_hash, saved
@@ -45,9 +47,9 @@ from reproduction.training.fit import (
 from reproduction.training.loggers import Loggers
 from reproduction.training.optimizers import build_optimizer
 from reproduction.training.ranks import World, join_world, on_ranks, resolve_device
-from reproduction.training.step import Trainer
+from reproduction.training.step import Trainer, build_loss
 from reproduction.training.stop import Stop, handling
-from tokenmixup import HTM
+from tokenmixup import HTM, TokenMixup
 
 LIBRARIES = ("torch", "torchvision", "timm", "numpy", "scipy", "hydra-core")
 
@@ -95,6 +97,8 @@ def check_start(config: Config) -> None:
     batches = loaders.TrainingBatches(config, len(data.train), rank=0, ranks=config.devices)
     classes = len(data.classes)
     trial = try_pass(config.model, config.augmentation, classes, own_code(config))
+    if LOSS.is_own(config.recipe.loss):
+        try_loss(trial.module, config, classes)
     build_optimizer(trial.module.to_empty(device="cpu"), config.recipe)
     images = loaders.build_training_images(config, data.train)
     try:
@@ -106,6 +110,21 @@ def check_start(config: Config) -> None:
     if fewest < count:
         reason = f"some batches leave {fewest} images to a rank, allowed is 1..{fewest}"
         raise UserError(f"recipe.grad_accum_steps={count}: {reason}")
+
+
+def try_loss(module: TokenMixup, config: Config, num_classes: int) -> None:
+    """Raises UserError if a loss of one's own fails on two random images, on the CPU."""
+    recipe, size = config.recipe, config.model.image_size
+    inputs = build_training_inputs(config, torch.device("cpu"))
+    images = torch.randint(256, (2, 3, size, size), dtype=torch.uint8)
+    mixed = inputs(images, torch.arange(2) % num_classes, config.seed, 0, 0)
+    with LOSS.refusing(recipe.loss):
+        loss = build_loss(recipe, torch.device("cpu"))
+        output = module(mixed.images, mixed.targets(num_classes, recipe.label_smoothing))
+        found = loss(output, mixed, 0)
+        if not isinstance(found, torch.Tensor) or found.shape != () or not found.requires_grad:
+            shape = getattr(found, "shape", type(found).__name__)
+            raise Refused(f"returns {shape}, must return a scalar with a gradient")
 
 
 def check_capture(config: Config) -> None:
