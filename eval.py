@@ -29,7 +29,7 @@ from reproduction.compose import check_asked, compose, expand, readable, text_of
 from reproduction.config import Config, validated
 from reproduction.errors import UserError, one_line_errors, say
 from reproduction.folder import RunFolder
-from reproduction.help import hydra_errors
+from reproduction.help import hydra_errors, key_of
 from reproduction.identity import digest, settings_of_evaluation
 from reproduction.machine import is_first_rank
 
@@ -65,6 +65,7 @@ def main(words: list[str]) -> None:
         code = ["model.source"]
         if own.keys().isdisjoint(("images", "export")):
             code.append("dataset.source")
+            tell_left_out(saved, config)
         check_asked(config, words, *code)
         result = folder.path / f"evaluation-{which}.json"
     else:
@@ -103,8 +104,9 @@ def of_run(saved: Config, words: Sequence[str]) -> Config:
     Another data set keeps the mean and std of the run.
     """
     for word in words:
-        key = word.removeprefix("+").partition("=")[0]
-        is_changeable = key in OF_A_RUN or key.partition(".")[0] in OF_A_RUN
+        key = key_of(word)
+        is_metric = key.startswith(("recipe.metrics.", "recipe.metrics_options."))
+        is_changeable = is_metric or key in OF_A_RUN or key.partition(".")[0] in OF_A_RUN
         if key in FOR_TRAINING:
             raise UserError(f"{word}: cannot be changed, it has chosen the training images")
         if key == "model.source" and word != f"{key}={getattr(saved.model, 'source', None)}":
@@ -112,12 +114,20 @@ def of_run(saved: Config, words: Sequence[str]) -> Config:
         if not is_changeable:
             raise UserError(f"{word}: not allowed here, allowed are {', '.join((*OWN, *OF_A_RUN))}")
     raw = {**asdict(saved), "devices": 1, "compile": False}
+    raw["recipe"]["metrics"] = {}  # only those that the words name run
     changes = [word for word in words if not word.startswith("dataset=")]
     if len(changes) < len(words):
         raw["dataset"] = asdict(of_file(words).dataset)
         raw["dataset"] |= {"mean": saved.dataset.mean, "std": saved.dataset.std}
     with hydra_errors(*words):
         return validated(Config, with_words(raw, changes))
+
+
+def tell_left_out(saved: Config, config: Config) -> None:
+    """Says which metrics of a run are left out, as the words do not name their code."""
+    for name, path in saved.recipe.metrics.items():
+        if name not in config.recipe.metrics:
+            say(f"left out: {name}; to run it, add recipe.metrics.{name}={path}")
 
 
 def of_file(words: Sequence[str]) -> Config:
@@ -154,7 +164,9 @@ def evaluate(
         return
     scores, written = "", [predictions]
     if images is None:
-        scores = "top-1 {top1:.2f} %, top-5 {top5:.2f} %, loss {eval_loss:.4f} on ".format(**found)
+        scores = "top-1 {top1:.2f} %, top-5 {top5:.2f} %, loss {eval_loss:.4f}".format(**found)
+        own = [f", {name} {found[name]:.4g}" for name in config.recipe.metrics]
+        scores += f"{''.join(own)} on "
         written = [result]
     if images is None and predictions is not None:
         from reproduction.reporting.drawing import draw_confusion

@@ -31,7 +31,7 @@ def test_train_commands_are_valid(command: str, here: Path):
     assert_succeeded(result, "not started")
     modules = re.findall(r"=([a-z]\w*)[.\w]*:\w", command)
     is_of_the_reader = any(find_spec(module) is None for module in modules)  # a file of the page
-    assert ("not here: " in result.out) == is_of_the_reader
+    assert ("No module named" in result.out) == is_of_the_reader
 
 
 def test_readme_code_runs():

@@ -8,6 +8,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
@@ -36,6 +37,7 @@ SOURCES = "reproduction.data.sources"  # the module that opens the data sets
 STACK = ("mixup", "cutmix", "manifold_mixup", "htm", "vtm")  # in order of application
 LONGEST_NAME = 200  # bytes; most file systems allow 255
 MOST_WORKERS = 16  # of dataset.workers=auto
+MEASURED = ("top1", "top5", "loss", "eval_loss", "epoch", "step")  # of every run
 Kind = TypeVar("Kind")
 
 
@@ -88,7 +90,22 @@ OPTIMIZER = Door(
     timm="reproduction.training.optimizers:TIMM",
 )
 LOSS = Door("recipe.loss", {"cross_entropy": "reproduction.training.step:cross_entropy"})
-DOORS = {door.key: door for door in (DATA, MODEL, *HTM_RULES.values(), OPTIMIZER, LOSS)}
+METRIC = Door("recipe.metrics.*")
+DOORS = (DATA, MODEL, *HTM_RULES.values(), OPTIMIZER, LOSS, METRIC)
+
+
+def door_of(key: str) -> Door | None:
+    """Returns the door of a key that chooses a function."""
+    for door in DOORS:
+        if fnmatchcase(key, door.key):
+            return dataclasses.replace(door, key=key)
+    return None
+
+
+def metric_name(value: str) -> str:
+    if not value.isidentifier() or value in MEASURED or value.startswith("val_"):
+        raise ValueError(f"must be a name of letters and digits, none of {', '.join(MEASURED)}")
+    return value
 
 
 @schema
@@ -277,6 +294,12 @@ class Recipe:
     optimizer_options: dict[str, Any] = Field(default_factory=dict)
     loss: Annotated[str, AfterValidator(LOSS.checked), LOSS.schema] = "cross_entropy"
     loss_options: dict[str, Any] = Field(default_factory=dict)
+    # of one's own, by the names that lines and tables give them; their options likewise
+    metrics: dict[
+        Annotated[str, AfterValidator(metric_name)],
+        Annotated[str, AfterValidator(METRIC.checked), METRIC.schema],
+    ] = Field(default_factory=dict)
+    metrics_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     lr: Positive
     min_lr: Amount
     warmup_lr: Amount
@@ -378,6 +401,10 @@ class Command:
 def check_new(config: Config) -> None:
     """Raises UserError for what a saved run may hold, and a new one may not."""
     recipe = config.recipe
+    for name, options in recipe.metrics_options.items():
+        if name not in recipe.metrics:
+            reason = f"+recipe.metrics.{name}=package.module:factory is missing"
+            raise UserError(f"recipe.metrics_options.{name}={options}: {reason}")
     for name in ("mean", "std"):
         values = getattr(config.dataset, name)
         if max(values) > 1:

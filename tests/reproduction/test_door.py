@@ -50,6 +50,10 @@ def detecting():
     return lambda entry: entry.tokens[:, :3, 0]
 
 
+def measuring():
+    return lambda logits, classes: [1, 2, 3]
+
+
 def losing():
     return lambda output, batch, step: output.logits
 
@@ -75,8 +79,10 @@ KEYS: dict[str, tuple[Words, str]] = {
     "augmentation.htm.detector": ((), "detecting"),
     "recipe.optimizer": ((), "optimizing"),
     "recipe.loss": ((), "losing"),
+    "recipe.metrics.mine": ((), "measuring"),
 }
 OPTIMIZERS = ["adamw", "sgd", "timm:sgd", "lion", "adan", "muon", "lamb", "torch.optim:RAdam"]
+OPTIONS = {"model.source": "model.options", "recipe.metrics.mine": "recipe.metrics_options.mine"}
 MISTAKES = {  # path -> what the line names
     "{name}.": "must be",
     "nowhere_of_tests:{name}": "No module named 'nowhere_of_tests'",
@@ -99,15 +105,22 @@ def small(words: Words) -> Words:
     return (ONE[0][1:] if "model=custom" in words else ONE[0], ONE[1:], words)
 
 
+def plus(key: str) -> str:
+    """Before a key that no file has."""
+    return "+" if key.startswith("recipe.metrics.") else ""
+
+
 @pytest.mark.parametrize("key", KEYS)
 def test_a_mistyped_path_is_one_line(key: str, module: Path):
     words, name = KEYS[key]
     before = snapshot()
     for path, told in MISTAKES.items():
-        word = f"{key}={path.format(name=name)}"
+        word = f"{plus(key)}{key}={path.format(name=name)}"
         named = [key, told.format(name=name, file=module)]
         assert_refused(train(small(words), word), *named)
-    assert_refused(train(small(words), f"{key}=mine_of_tests:{name[:-1]}"), f"perhaps {name}")
+    assert_refused(
+        train(small(words), f"{plus(key)}{key}=mine_of_tests:{name[:-1]}"), f"perhaps {name}"
+    )
     assert snapshot() == before
 
 
@@ -115,11 +128,10 @@ def test_a_mistyped_path_is_one_line(key: str, module: Path):
 def test_what_returns_another_thing_on_a_trial_is_one_line(key: str):
     words, name = KEYS[key]
     word = f"{key}=mine_of_tests:{name}"
-    assert_refused(train(small(words), word), word)
+    assert_refused(train(small(words), plus(key) + word), word)
+    word = plus(key) + word
     group, _, last = key.rpartition(".")
-    option = f"+{group}.{last}_options.size=3"
-    if key == "model.source":
-        option = "+model.options.size=3"
+    option = f"+{OPTIONS.get(key, f'{group}.{last}_options')}.size=3"
     assert_refused(train(small(words), word, option), "size", "its arguments are ")
     if key != "model.source":
         assert_refused(train(small(words), option), "size")

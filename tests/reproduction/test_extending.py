@@ -4,6 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from tests.doors import (
@@ -11,6 +12,7 @@ from tests.doors import (
     SMALL,
     Run,
     Words,
+    assert_refused,
     assert_succeeded,
     evaluate,
     load_run,
@@ -27,7 +29,7 @@ from tests.pages import codes
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 FILES = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL))
 COMMANDS = {
-    shlex.split(line)[-1]: shlex.split(line)[2:]
+    " ".join(shlex.split(line)[2:]): shlex.split(line)[2:]
     for text in codes(PAGE, "sh")
     for line in text.splitlines()
     if line.startswith("python train.py") and "name=teacher" not in line
@@ -44,7 +46,7 @@ def files(here: Path, request: pytest.FixtureRequest) -> None:
         path = here / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    if "teacher" in request.node.callspec.id:
+    if "teacher" in request.node.name:
         trained(SMALL, "recipe.max_steps=1", name="teacher")
 
 
@@ -100,3 +102,43 @@ def test_an_example_is_swept_and_compiled(name: str):
     hashes = [each.summary["weights_sha256"] for each in runs() if each.path.name != "teacher"]
     assert len({*hashes}) == 2
     assert script("runs", "outputs").out.count("2 finished")
+
+
+ECE = "recipe.metrics.ece=calibration:error"
+SURE = "recipe.metrics.sure=calibration:confidence"
+STUDY = f"""
+title: Is it calibrated?
+overrides: [+{ECE}, {", ".join(SMALL)}, recipe.epochs=1]
+rows:
+  low: [recipe.lr=0.0001]
+  high: {{overrides: [recipe.lr=0.01], against: low}}
+tested: ece on test
+"""
+
+
+def test_a_metric_stands_in_lines_and_tables_and_a_study_is_tested_on_it(here: Path):
+    (here / "mine.yaml").write_text(STUDY)
+    assert_succeeded(script("reproduce", "mine.yaml"), "ece [1]", "6 of 6 runs are finished")
+    first = runs()[0]
+    value = first.epochs[-1]["ece"]
+    assert 0 < value < 1
+    assert first.summary["ece_last"] == value
+    (path,) = Path("outputs/report").glob("*.csv")
+    numbers = pd.read_csv(path).set_index(["outcome", "row"])
+    assert numbers.loc[("ece", "high"), "pairs"] == 3
+    assert numbers.loc[("ece", "high"), "p"] <= 1
+    assert_succeeded(evaluate(f"run={first.path}"), "left out: ece; to run it, add " + ECE)
+    assert "ece" not in first.evaluation()
+    assert_succeeded(evaluate(f"run={first.path}", ECE, SURE), ", ece 0.", ", sure 0.")
+    assert first.evaluation()["ece"] == pytest.approx(value)
+    (here / "mine.yaml").write_text(STUDY.replace("tested: ece", "tested: sure"))
+    assert_refused(script("reproduce", "mine.yaml"), "has no recipe.metrics.sure")
+
+
+@pytest.mark.slow
+def test_a_metric_is_of_the_images_of_all_ranks():
+    run = trained(SMALL, f"+{ECE}", f"+{SURE}", "devices=2", "recipe.epochs=1")
+    (line,) = run.epochs
+    assert_succeeded(evaluate("run=outputs/mine", ECE, SURE))
+    for name in ("ece", "sure"):
+        assert run.evaluation()[name] == pytest.approx(line[name], abs=1e-6)

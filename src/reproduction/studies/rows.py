@@ -21,6 +21,7 @@ from reproduction.studies.runs import (
     Run,
     counted,
     judged_by,
+    outcome_of,
     row_settings,
 )
 from reproduction.studies.statistics import Line, Row, lines_of
@@ -59,9 +60,10 @@ def study_table(part: Part, runs: Sequence[Run], outputs: Path) -> Table:
     rows = rows_of(part)
     main = judged_by(shown)
     if study.tested is not None:
-        main = OUTCOMES[study.tested]
+        main = outcome_of(study.tested)
     sections = _sections(rows, shown, main, is_main=True)
-    for outcome in OUTCOMES.values():
+    found = dict.fromkeys(name for run in shown for name in run.numbers if " on " in name)
+    for outcome in map(outcome_of, {**OUTCOMES, **found}):
         if outcome != main:
             others = _sections(rows, shown, outcome, is_main=False)
             sections += [section for section in others if section.finished]

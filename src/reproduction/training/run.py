@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from reproduction.config import DATA, DOORS, LOSS, Config
+from reproduction.config import DATA, LOSS, MODEL, Config, door_of
 from reproduction.data import loaders
 from reproduction.data.halves import Data, in_memory
 from reproduction.data.inputs import build_training_inputs
@@ -35,6 +35,7 @@ from reproduction.models.build import (
 from reproduction.models.weights import read_newest
 from reproduction.training import metrics
 from reproduction.training.checkpoint import Clock, save_plain
+from reproduction.training.evaluate import build_metrics, gathers, try_metrics
 from reproduction.training.fit import (
     Run,
     RunState,
@@ -99,6 +100,7 @@ def check_start(config: Config) -> None:
     trial = try_pass(config.model, config.augmentation, classes, own_code(config))
     if LOSS.is_own(config.recipe.loss):
         try_loss(trial.module, config, classes)
+    try_metrics(config.recipe, classes)
     build_optimizer(trial.module.to_empty(device="cpu"), config.recipe)
     images = loaders.build_training_images(config, data.train)
     try:
@@ -132,13 +134,14 @@ def check_capture(config: Config) -> None:
     if config.compile != "cuda-graph":
         return
     for key, chosen in flat(asdict(config)):
-        if key in DOORS and key != DATA.key:
-            door = DOORS[key]
-            with door.refusing(chosen):
-                is_capturable = getattr(door.factory(chosen), "capturable", not door.is_own(chosen))
-            if not is_capturable:
-                rule = "cannot be captured; code of your own can if it says `capturable = True`"
-                raise UserError(f"compile=cuda-graph {key}={chosen}: {rule}")
+        door = door_of(key)
+        if door is None or key in (DATA.key, MODEL.key) or key.startswith("recipe.metrics."):
+            continue
+        with door.refusing(chosen):
+            is_capturable = getattr(door.factory(chosen), "capturable", not door.is_own(chosen))
+        if not is_capturable:
+            rule = "cannot be captured; code of your own can if it says `capturable = True`"
+            raise UserError(f"compile=cuda-graph {key}={chosen}: {rule}")
 
 
 def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,6 +257,7 @@ def _assembled(
         clock=Clock(config.checkpoint),
         batch_metrics=metrics.BatchMetrics(world),
         pulse=Pulse(),
+        metrics=build_metrics(config.recipe),
     )
 
 
@@ -281,6 +285,11 @@ def _say_start(
         say(f"each epoch leaves out {others}, other ones each time: recipe.drop_last=true")
     for remark in data.remarks:
         warn(f"warning: {remark}")
+    gathering = [name for name, metric in build_metrics(config.recipe).items() if gathers(metric)]
+    if gathering:
+        size = 4 * len(data.held_out) * len(data.classes) / 1e6
+        names = ", ".join(gathering)
+        say(f"metrics: all logits are gathered for {names}, {size:.3g} MB in each evaluation")
     if facts.get("initial_weights") is not None:
         say(f"initial weights: {facts['initial_weights']}")
     for name, row in facts.get("htm", {}).items():
