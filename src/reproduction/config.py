@@ -34,7 +34,6 @@ from tokenmixup.settings import LARGEST, RULES, Option, built
 ROOT = Path(__file__).resolve().parents[2]
 CONF_DIR, TRAIN = ROOT / "conf", ROOT / "train.py"
 SOURCES = "reproduction.data.sources"  # the module that opens the data sets
-STACK = ("mixup", "cutmix", "manifold_mixup", "htm", "vtm")  # in order of application
 LONGEST_NAME = 200  # bytes; most file systems allow 255
 MOST_WORKERS = 16  # of dataset.workers=auto
 MEASURED = ("top1", "top5", "loss", "eval_loss", "epoch", "step")  # of every run
@@ -91,7 +90,8 @@ OPTIMIZER = Door(
 )
 LOSS = Door("recipe.loss", {"cross_entropy": "reproduction.training.step:cross_entropy"})
 METRIC = Door("recipe.metrics.*")
-DOORS = (DATA, MODEL, *HTM_RULES.values(), OPTIMIZER, LOSS, METRIC)
+MIXING = Door("augmentation.own.*.source")
+DOORS = (DATA, MODEL, *HTM_RULES.values(), OPTIMIZER, LOSS, METRIC, MIXING)
 
 
 def door_of(key: str) -> Door | None:
@@ -247,13 +247,31 @@ class HTMByName(HTM):
 
 
 @schema
+class OwnMix:
+    """An input mixing of one's own: the factory `source`, with its `options`."""
+
+    source: Annotated[str, AfterValidator(MIXING.checked), MIXING.schema]
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+def with_own(raw: Any) -> Any:
+    """Returns an augmentation stack with what has a `source` in `own`, by its name."""
+    if not isinstance(raw, Mapping):
+        return raw
+    own = {name: x for name, x in raw.items() if isinstance(x, Mapping) and "source" in x}
+    others = {name: x for name, x in raw.items() if name not in own}
+    return {**others, "own": {**others.get("own", {}), **own}}
+
+
+@schema
 class Augmentation:
-    """The augmentation stack; None disables a component.
+    """The augmentation stack, in order of application; None disables a component.
 
     `off_epoch` is the first epoch without mixing, counted from 0, as in timm's training script.
     """
 
     off_epoch: Count | None = None
+    own: Annotated[dict[FolderName, OwnMix], Field(max_length=1)] = Field(default_factory=dict)
     mixup: InputMix | None = None
     cutmix: InputMix | None = None
     manifold_mixup: Annotated[
@@ -264,7 +282,14 @@ class Augmentation:
 
     @property
     def stack(self) -> list[str]:
-        return [name for name in STACK if getattr(self, name) is not None]
+        names = [x.name for x in dataclasses.fields(self) if x.name not in ("off_epoch", "own")]
+        return [*self.own, *(name for name in names if getattr(self, name) is not None)]
+
+    def __post_init__(self) -> None:
+        others = [name for name in self.stack if name in ("mixup", "cutmix")]
+        if self.own and others:
+            rule = f"stands alone as an input mixing, without {' and '.join(others)}"
+            raise ValueError(f"augmentation.{next(iter(self.own))}: {rule}")
 
 
 @schema
@@ -337,7 +362,7 @@ class Config:
     output_root: PathName = "outputs"
     model: Annotated[AnyModel, Field(discriminator="family")]
     dataset: Dataset
-    augmentation: Augmentation
+    augmentation: Annotated[Augmentation, BeforeValidator(with_own)]
     recipe: Recipe
     checkpoint: Checkpoint = Checkpoint()
     # what receives the lines of metrics.jsonl too, with settings of its own
@@ -418,7 +443,7 @@ def check_new(config: Config) -> None:
 
 # Of the place of an error these are no keys: families of models, types of a union, and what
 # pydantic calls its own steps, such as `function-after[...]`.
-NO_KEY = re.compile(r"cct|vit|library|custom|int|bool|.*\W.*")
+NO_KEY = re.compile(r"cct|vit|library|custom|own|int|bool|.*\W.*")
 
 
 def validated(kind: type[Kind], raw: Any) -> Kind:
@@ -439,7 +464,7 @@ def _told(mistake: Any) -> str:
     if mistake["type"] == "missing":
         return f"{key}: no value is set"
     if mistake["type"] == "value_error" and not text.startswith("must"):
-        if key.startswith("augmentation."):
+        if key.startswith("augmentation.") and not text.startswith("augmentation."):
             return f"augmentation.{text}"  # of the library, which knows no group
         return text
     if mistake["type"] == "unexpected_keyword_argument":

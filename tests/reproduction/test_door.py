@@ -178,6 +178,27 @@ def test_a_step_that_is_not_finite_changes_nothing_for_any_optimizer(name: str):
     assert trainer.has_diverged == 1
 
 
+CAPTURABLE = """
+def matching():
+    return lambda samples: samples.donor
+
+
+matching.capturable = True
+"""
+
+
+def test_a_graph_is_captured_of_code_that_says_it_can_be(module: Path):
+    """Also of ours: the gradient of the input is another pass, and timm's optimisers wait."""
+    graph = ("compile=cuda-graph", "device=cuda", "dry_run=1", "augmentation=[htm]", ONE)
+    matching = "augmentation.htm.matching=mine_of_tests:matching"
+    for word in (matching, "augmentation.htm.detector=gradient", "recipe.optimizer=lion"):
+        assert_refused(train(graph, word), f"compile=cuda-graph {word}: cannot be captured")
+    assert_succeeded(train(graph), "1 not started")
+    module.with_name("mine_captured.py").write_text(CAPTURABLE)
+    result = train(graph, "augmentation.htm.matching=mine_captured:matching")
+    assert_refused(result, "has no attribute 'donor'")  # not before it is matched: the next check
+
+
 def test_a_table_marks_a_row_whose_runs_are_of_several_codes(module: Path):
     words = (ONE, IMAGES, "name=mine-${seed}")
     assert_succeeded(train(words, "seed=0", apart=True))

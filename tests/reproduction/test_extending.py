@@ -54,7 +54,7 @@ def small(name: str) -> Words:
     """The words of an example, of a small run."""
     words = COMMANDS[name]
     sizes = SMALL[1:] if "model=custom" in words else SMALL
-    mixes = () if any(word.startswith("augmentation=") for word in words) else MIXES
+    mixes = () if any(word.startswith("augmentation=[cutmix") for word in words) else MIXES
     return (sizes, mixes, words)
 
 
@@ -142,3 +142,18 @@ def test_a_metric_is_of_the_images_of_all_ranks():
     assert_succeeded(evaluate("run=outputs/mine", ECE, SURE))
     for name in ("ece", "sure"):
         assert run.evaluation()[name] == pytest.approx(line[name], abs=1e-6)
+
+
+def test_an_input_mixing_is_counted_and_stands_alone():
+    words = ("--config-dir", "mine", SMALL, STEPS, "augmentation=[resizemix]")
+    run = trained(words)
+    assert {line["input_mixed_samples"] for line in run.steps} == {20}
+    assert "resizemix" in run.summary["command"]
+    result = train(words, "augmentation=[resizemix,mixup]")
+    assert_refused(result, "augmentation.resizemix: stands alone", "without mixup")
+    assert_refused(train(words, "+augmentation.resizemix.options.size=3"), "size", "low, high")
+    source = "augmentation.resizemix.source=resizemix:mi"
+    assert_refused(train(words, source), source, "perhaps mix")
+    Path("resizemix.py").write_text("def mix(**options):\n    return lambda x, y, rng: (x, y, x)\n")
+    result = train(words, "name=other", apart=True)
+    assert_refused(result, "augmentation.resizemix.source", "and weights [2]")

@@ -179,7 +179,7 @@ def look(study: Study, num_rows: int, runs: Sequence[Run]) -> tuple[Sequence[int
 # settings of its methods.
 NAMES = ("model.name", "dataset.name", STACK_KEY)
 METHODS = "augmentation."  # group of what is mixed, which is shown even if it comes with a name
-FREE = ("dataset.options.", "model.options.")  # groups that may have any key
+FREE = "options."  # in a key of a group that may have any
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Settings:
         groups = {key.rpartition(".")[0] for key in found}
         values: dict[str, dict[str, Any]] = {}
         for key in found:
-            missing = Missing.ABSENT if key.startswith(FREE) else Missing.DOES_NOT_APPLY
+            missing = Missing.ABSENT if FREE in key else Missing.DOES_NOT_APPLY
             if key not in groups:
                 values[key] = {row: x.get(key, missing) for row, x in self.by_row.items()}
         return values

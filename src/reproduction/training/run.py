@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from reproduction.config import DATA, LOSS, MODEL, Config, door_of
+from reproduction.config import DATA, LOSS, MODEL, Config, Recipe, door_of
 from reproduction.data import loaders
 from reproduction.data.halves import Data, in_memory
-from reproduction.data.inputs import build_training_inputs
+from reproduction.data.inputs import Mixed, build_training_inputs
 from reproduction.data.seeding import preserved_generators
 from reproduction.data.sources import opened, record
-from reproduction.door import Refused
+from reproduction.door import Door, Refused
 from reproduction.errors import PlainError, Pulse, Stopped, UserError, reason_of, say, warn
 from reproduction.folder import RunFolder, hold
 from reproduction.identity import changes, files_of, flat, own_code, run_hash, saved
@@ -98,8 +98,9 @@ def check_start(config: Config) -> None:
     batches = loaders.TrainingBatches(config, len(data.train), rank=0, ranks=config.devices)
     classes = len(data.classes)
     trial = try_pass(config.model, config.augmentation, classes, own_code(config))
+    mixed = try_inputs(config, classes)
     if LOSS.is_own(config.recipe.loss):
-        try_loss(trial.module, config, classes)
+        try_loss(trial.module, mixed, config.recipe)
     try_metrics(config.recipe, classes)
     build_optimizer(trial.module.to_empty(device="cpu"), config.recipe)
     images = loaders.build_training_images(config, data.train)
@@ -114,15 +115,23 @@ def check_start(config: Config) -> None:
         raise UserError(f"recipe.grad_accum_steps={count}: {reason}")
 
 
-def try_loss(module: TokenMixup, config: Config, num_classes: int) -> None:
-    """Raises UserError if a loss of one's own fails on two random images, on the CPU."""
-    recipe, size = config.recipe, config.model.image_size
+def try_inputs(config: Config, num_classes: int) -> Mixed:
+    """Returns two random images as training gets them; UserError if a mixing of one's own fails."""
     inputs = build_training_inputs(config, torch.device("cpu"))
+    size = config.model.image_size
     images = torch.randint(256, (2, 3, size, size), dtype=torch.uint8)
-    mixed = inputs(images, torch.arange(2) % num_classes, config.seed, 0, 0)
+    classes = torch.arange(2) % num_classes
+    for name, settings in config.augmentation.own.items():
+        with Door(f"augmentation.{name}.source").refusing(settings.source):
+            return inputs(images, classes, config.seed, 0, 0)
+    return inputs(images, classes, config.seed, 0, 0)
+
+
+def try_loss(module: TokenMixup, mixed: Mixed, recipe: Recipe) -> None:
+    """Raises UserError if a loss of one's own fails on a batch, on the CPU."""
     with LOSS.refusing(recipe.loss):
         loss = build_loss(recipe, torch.device("cpu"))
-        output = module(mixed.images, mixed.targets(num_classes, recipe.label_smoothing))
+        output = module(mixed.images, mixed.targets(module.num_classes, recipe.label_smoothing))
         found = loss(output, mixed, 0)
         if not isinstance(found, torch.Tensor) or found.shape != () or not found.requires_grad:
             shape = getattr(found, "shape", type(found).__name__)
@@ -139,7 +148,7 @@ def check_capture(config: Config) -> None:
             continue
         with door.refusing(chosen):
             is_capturable = getattr(door.factory(chosen), "capturable", not door.is_own(chosen))
-        if not is_capturable:
+        if not is_capturable or key.startswith("augmentation.own."):  # which draws on the host
             rule = "cannot be captured; code of your own can if it says `capturable = True`"
             raise UserError(f"compile=cuda-graph {key}={chosen}: {rule}")
 
