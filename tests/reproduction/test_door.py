@@ -189,7 +189,7 @@ matching.capturable = True
 
 def test_a_graph_is_captured_of_code_that_says_it_can_be(module: Path):
     """Also of ours: the gradient of the input is another pass, and timm's optimisers wait."""
-    graph = ("compile=cuda-graph", "device=cuda", "dry_run=1", "augmentation=[htm]", ONE)
+    graph = (ONE, "compile=cuda-graph", "device=cuda", "dry_run=1", "augmentation=[htm]")
     matching = "augmentation.htm.matching=mine_of_tests:matching"
     for word in (matching, "augmentation.htm.detector=gradient", "recipe.optimizer=lion"):
         assert_refused(train(graph, word), f"compile=cuda-graph {word}: cannot be captured")

@@ -157,3 +157,20 @@ def test_an_input_mixing_is_counted_and_stands_alone():
     Path("resizemix.py").write_text("def mix(**options):\n    return lambda x, y, rng: (x, y, x)\n")
     result = train(words, "name=other", apart=True)
     assert_refused(result, "augmentation.resizemix.source", "and weights [2]")
+
+
+PLAIN = """
+import torch.nn.functional as F
+
+def loss():
+    return lambda output, batch, step: F.cross_entropy(output.logits, output.targets)
+"""
+
+
+def test_a_loss_that_leaves_a_parameter_without_gradient_is_for_one_rank(here: Path):
+    """DistributedDataParallel would wait for ScoreNet's."""
+    (here / "plain.py").write_text(PLAIN)
+    words = (SMALL, STEPS, "recipe.loss=plain:loss")
+    assert_succeeded(train(words, "name=one"))
+    result = train(words, "name=two", "devices=2")
+    assert_refused(result, "recipe.loss=plain:loss: gives", "scorenets.1", "devices=2")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from reproduction.config import DATA, LOSS, MODEL, Config, Recipe, door_of
+from reproduction.config import DATA, LOSS, MODEL, Config, door_of
 from reproduction.data import loaders
 from reproduction.data.halves import Data, in_memory
 from reproduction.data.inputs import Mixed, build_training_inputs
@@ -100,7 +100,7 @@ def check_start(config: Config) -> None:
     trial = try_pass(config.model, config.augmentation, classes, own_code(config))
     mixed = try_inputs(config, classes)
     if LOSS.is_own(config.recipe.loss):
-        try_loss(trial.module, mixed, config.recipe)
+        try_loss(trial.module, mixed, config)
     try_metrics(config.recipe, classes)
     build_optimizer(trial.module.to_empty(device="cpu"), config.recipe)
     images = loaders.build_training_images(config, data.train)
@@ -127,8 +127,9 @@ def try_inputs(config: Config, num_classes: int) -> Mixed:
     return inputs(images, classes, config.seed, 0, 0)
 
 
-def try_loss(module: TokenMixup, mixed: Mixed, recipe: Recipe) -> None:
+def try_loss(module: TokenMixup, mixed: Mixed, config: Config) -> None:
     """Raises UserError if a loss of one's own fails on a batch, on the CPU."""
+    recipe = config.recipe
     with LOSS.refusing(recipe.loss):
         loss = build_loss(recipe, torch.device("cpu"))
         output = module(mixed.images, mixed.targets(module.num_classes, recipe.label_smoothing))
@@ -136,6 +137,12 @@ def try_loss(module: TokenMixup, mixed: Mixed, recipe: Recipe) -> None:
         if not isinstance(found, torch.Tensor) or found.shape != () or not found.requires_grad:
             shape = getattr(found, "shape", type(found).__name__)
             raise Refused(f"returns {shape}, must return a scalar with a gradient")
+        found.backward()
+        trained = [name for name, x in module.named_parameters() if x.requires_grad]
+        lost = [name for name in trained if module.get_parameter(name).grad is None]
+        if lost and config.devices > 1:  # for which other ranks would wait
+            reason = f"gives {len(lost)} parameters no gradient, such as {lost[0]}"
+            raise Refused(f"{reason}; with devices={config.devices} each must have one")
 
 
 def check_capture(config: Config) -> None:
