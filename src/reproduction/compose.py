@@ -34,6 +34,7 @@ from reproduction.config import (
     validated,
 )
 from reproduction.errors import UserError
+from reproduction.files import cut
 from reproduction.folder import RunFolder, find
 from reproduction.help import TEXT, allowed, hydra_errors, key_of
 from reproduction.identity import changes_result, name_hash, run_hash
@@ -326,7 +327,7 @@ def default_name(config: Config, words: Sequence[str], label: str) -> str:
                 setting = f"{last_part(key)}={text.replace(',', '+')}"
                 name += "-" + re.sub(r"(?a)[^\w.+=-]+", "", setting)
     tail = f"-s{config.seed}-{name_hash(config)}"
-    return name.encode()[: LONGEST_NAME - len(tail)].decode(errors="ignore") + tail
+    return cut(name, LONGEST_NAME - len(tail)) + tail
 
 
 def line_of_words() -> list[str]:

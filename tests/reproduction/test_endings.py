@@ -21,7 +21,9 @@ from tests.doors import (
     assert_refused,
     assert_succeeded,
     ended,
+    evaluate,
     eventually,
+    files_end_at,
     planted,
     script,
     started,
@@ -193,3 +195,43 @@ def test_a_run_that_another_user_has_closed_is_a_row_of_the_table(here: Path):
         again = train(ONE, "name=closed", "resume=auto")
     assert_succeeded(table, "1 finished", "closed", "unusable", "Permission denied")
     assert_refused(again, "Permission denied")
+
+
+def test_a_full_disk_is_a_failure_that_names_the_file(here: Path):
+    """Also where torch.save has made another error of the system's: it does at some sizes."""
+    whole = trained(ONE, root="whole").path / "checkpoints"
+    smallest = (whole / "best.safetensors").stat().st_size
+    largest = (whole / "last.pt").stat().st_size
+    for part in range(1, 8):
+        with files_end_at(smallest + part * (largest - smallest) // 8):
+            result = train(ONE, f"output_root={part}")
+        assert_refused(result, f"{part}/mine/checkpoints/last.pt: File too large", status=1)
+    with files_end_at(100):
+        result = evaluate("run=whole/mine", "device=cpu")
+        assert_refused(result, "whole/mine/evaluation-last.json: File too large", status=1)
+        assert "top-1" in result.out
+    with files_end_at(3000):
+        result = evaluate("run=whole/mine", "device=cpu", "predictions=p.csv")
+        assert_refused(result, "p.csv: File too large", status=1)
+    assert Run("whole/mine").evaluation()["images"] == 60
+
+
+def test_the_name_of_an_output_is_refused_before_the_work_or_written(here: Path):
+    trained(ONE)
+    ours = ("run=outputs/mine", "device=cpu")
+    for length in (251, 252, 300):
+        name = f"{'p' * length}.csv"
+        result = evaluate(ours, f"predictions={name}")
+        if length > 251:
+            assert_refused(result, f"predictions={name}: the name of a file has at most 255 bytes")
+            assert result.out == ""
+        else:
+            assert_succeeded(result, name)
+            assert Path(name).exists()
+    weights = Path(f"{'w' * 251}.st")
+    weights.write_bytes(Path("outputs/mine/checkpoints/best.safetensors").read_bytes())
+    words = (f"checkpoint={weights}", "model.embed_dim=16", "dataset.eval_limit=60", "device=cpu")
+    assert_succeeded(evaluate(words, "predictions=mine.csv"), "written to")
+    names = sorted(path.name[-14:] for path in Path("outputs/evaluations").iterdir())
+    assert "-confusion.csv" in names
+    assert_refused(script("runs", "outputs", "--csv", "c" * 256), "at most 255 bytes")

@@ -31,7 +31,8 @@ from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
 from reproduction.config import Dataset
 from reproduction.data.halves import Data, Half, Items, read_all
 from reproduction.data.images import ENDINGS, is_hidden, read
-from reproduction.errors import UserError, first_line, hide_warnings
+from reproduction.errors import UserError, first_line, hide_warnings, of_system
+from reproduction.files import lack_behind
 
 HELD_OUT_DIGITS = 360  # of 1,797, stratified
 
@@ -84,6 +85,9 @@ def _call_source(source: str, root: str | None, options: str) -> Data:
         rule = "a module must be installed, or lie beside train.py or in PYTHONPATH"
         raise UserError(f"{key}: {error}; {rule}") from error
     except Exception as error:  # from any code
+        lack = lack_behind(error)
+        if lack is not None:
+            raise of_system(lack, key) from error
         place = extract_tb(error.__traceback__)[-1]
         where = f" ({place.filename}:{place.lineno})" if is_own else ""
         raise UserError(f"{key}: {first_line(error)}{where}") from error

@@ -8,7 +8,7 @@ import pandas as pd
 import torch
 
 from reproduction.config import Config
-from reproduction.errors import UserError, first_line, reason_of, say, warn
+from reproduction.errors import OneLineError, first_line, reason_of, say, warn
 from reproduction.files import write_text
 from reproduction.folder import RunFolder
 from reproduction.machine import is_first_rank
@@ -34,7 +34,7 @@ def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
             sections = [f"# {name}", _description(config, summary), _table(config, summary)]
             sections += _draw(folder, config)
             write_text(folder.report_path, "\n\n".join(sections) + "\n")
-    except (OSError, UserError) as error:  # the run itself is finished
+    except (OSError, OneLineError) as error:  # the run itself is finished
         warn(f"warning: no report ({_reason(error)}); resume=auto writes it")
     say(f"{name}: {_headline(summary)}")
     if folder.report_path.exists():
@@ -66,7 +66,7 @@ def _draw_trained(folder: RunFolder, config: Config) -> Iterator[str]:
     try:
         trained = load_trained(config, folder)
         sample = some_images(trained)
-    except (UserError, RuntimeError) as error:
+    except (OneLineError, RuntimeError) as error:
         yield f"No pictures of the trained model: {_reason(error)}."
         return
     for name, draw in OF_TRAINED.items():
@@ -86,7 +86,7 @@ def _reason(error: Exception) -> str:
     """Returns messages for users as they are, and the first line of others."""
     if isinstance(error, OSError):
         return reason_of(error)
-    if isinstance(error, UserError | ValueError):
+    if isinstance(error, OneLineError | ValueError):
         return str(error)
     return first_line(error)
 

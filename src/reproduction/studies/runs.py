@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from reproduction.config import Config
-from reproduction.errors import UserError, first_line, in_one_line, reason_of
+from reproduction.errors import OneLineError, first_line, in_one_line, reason_of
 from reproduction.folder import RunFolder, summary_of_today
 from reproduction.identity import digest, flat, nested, row_hash, saved, settings, shared_settings
 
@@ -111,9 +111,9 @@ def read_run(folder: RunFolder) -> Run:
         if folder.summary_path.exists():
             written = folder.summary_path.stat().st_mtime
         return _run(folder.path, folder.read_config(), summary, written)
-    except (UserError, OSError, LookupError, TypeError, ValueError) as error:
+    except (OneLineError, OSError, LookupError, TypeError, ValueError) as error:
         reason = first_line(error)
-        if isinstance(error, UserError):
+        if isinstance(error, OneLineError):
             reason = str(error)
         elif isinstance(error, OSError):
             reason = reason_of(error)

@@ -16,8 +16,19 @@ import yaml
 from pydantic import BeforeValidator, Field
 
 from reproduction.compose import Point, compose, expand, last_part, parsed, planned_point, readable
-from reproduction.config import ROOT, Config, Count, FolderName, Fraction, Whole, schema, validated
+from reproduction.config import (
+    LONGEST_NAME,
+    ROOT,
+    Config,
+    Count,
+    FolderName,
+    Fraction,
+    Whole,
+    schema,
+    validated,
+)
 from reproduction.errors import UserError
+from reproduction.files import cut
 from reproduction.help import GROUPS, key_of
 from reproduction.identity import changes_result, digest, row_hash, run_hash
 
@@ -330,7 +341,8 @@ class Part:
         if place not in PAPERS:
             path = Path(place).resolve()
             place = str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
-        return f"{stem}-{digest([place, self.row_hashes, self.seeds, self.scale])}"
+        tail = f"-{digest([place, self.row_hashes, self.seeds, self.scale])}"
+        return cut(stem, LONGEST_NAME - len(tail)) + tail
 
     @property
     def about(self) -> list[str]:

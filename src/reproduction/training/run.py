@@ -18,7 +18,16 @@ from reproduction.data import loaders
 from reproduction.data.halves import Data, in_memory
 from reproduction.data.seeding import preserved_generators
 from reproduction.data.sources import opened, record
-from reproduction.errors import PlainError, Pulse, Stopped, UserError, reason_of, say, warn
+from reproduction.errors import (
+    OneLineError,
+    PlainError,
+    Pulse,
+    Stopped,
+    UserError,
+    of_system,
+    say,
+    warn,
+)
 from reproduction.folder import RunFolder, hold
 from reproduction.identity import changes, run_hash, saved
 from reproduction.machine import git_revision, hardware_name, is_first_rank, local_ranks
@@ -70,7 +79,7 @@ def run_training(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
             except PlainError as error:  # what `ending` has made of any other
                 raise PlainError(_record_end(folder, config, "failed", str(error))) from error
     except OSError as error:  # of the lock and the folder, before the run
-        raise UserError(reason_of(error)) from error
+        raise of_system(error) from error
 
 
 def _record_end(folder: RunFolder, config: Config, status: str, reason: str) -> str:
@@ -81,7 +90,7 @@ def _record_end(folder: RunFolder, config: Config, status: str, reason: str) -> 
     try:
         if is_first_rank():
             folder.write_summary(status=status, error=reason)
-    except (OSError, UserError):  # such as a full disk; reports recognise the run by its lock
+    except (OSError, OneLineError):  # such as a full disk; reports recognise the run by its lock
         kept = "kept as it is"
     return f"{reason}; {folder.path} is {kept}, {config.how_to_continue}"
 
