@@ -12,7 +12,7 @@ LAYERS = (
     ("files", "machine"),
     ("errors",),
     ("config",),
-    ("identity",),
+    ("identity", "reading"),
     ("data", "models"),
     ("folder", "help"),
     ("training",),

@@ -14,6 +14,7 @@ from os.path import expanduser
 from typing import Any
 
 import hydra
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -39,6 +40,7 @@ from reproduction.folder import RunFolder, find
 from reproduction.help import TEXT, allowed, hydra_errors, key_of
 from reproduction.identity import changes_result, name_hash, run_hash
 from reproduction.machine import launched_ranks
+from reproduction.reading import FileConfigSource
 
 PRIMARY = "train"  # configuration, of conf/
 OF_A_POINT = re.compile(r"seed=\d+|row='[^$]*'")  # words that change nothing but their key
@@ -157,6 +159,7 @@ def share(number: Any, parts: int) -> int:
 
 OmegaConf.register_new_resolver("share", share, replace=True)
 OmegaConf.register_new_resolver("expanduser", expanduser, replace=True)
+SourcesRegistry.instance().types[FileConfigSource.scheme()] = FileConfigSource
 
 
 @contextmanager
@@ -223,8 +226,6 @@ def config_of(tree: DictConfig, words: Sequence[str] = ()) -> Config:
     """Returns the configuration of a tree; UserError for what is not allowed, missing or unread."""
     with hydra_errors(*words):
         raw: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
-    if "experiment" in raw:  # whose content would be that of all groups
-        raise UserError("experiment: its file must begin with the line `# @package _global_`")
     stack = raw["augmentation"]
     chosen = stack.pop("chosen", {})  # from the files of the methods in the list
     for name in stack.keys() - chosen.keys() - {"off_epoch"}:

@@ -137,7 +137,8 @@ def _told(error: Exception, words: Sequence[str]) -> str:
         if isinstance(cause, AttributeError | KeyError):
             message = _no_such(key)
         return f"{typed.get(key, key)}: {message}"
-    if words and not any(key in message for key in typed):
+    is_of_a_file = message.startswith("In '")
+    if words and not is_of_a_file and not any(key in message for key in typed):
         return f"{' '.join(words)}: {message}"
     return message
 

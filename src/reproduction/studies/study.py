@@ -4,15 +4,13 @@ The paper's tables and sweeps lie in paper/, studies of your own in results/; al
 A row is a cell, or a sweep if it lists values: then each combination of them is a cell.
 """
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BeforeValidator, Field
 
 from reproduction.compose import Point, compose, expand, last_part, parsed, planned_point, readable
@@ -31,6 +29,7 @@ from reproduction.errors import UserError
 from reproduction.files import cut
 from reproduction.help import GROUPS, key_of
 from reproduction.identity import changes_result, digest, row_hash, run_hash
+from reproduction.reading import read_yaml
 
 PAPER_FOLDER = Path(__file__).parent / "paper"
 PAPERS = (
@@ -148,39 +147,6 @@ class Study:
                 raise ValueError(f"rows.{name}.against={row.against}: must be one of {allowed}")
 
 
-FORMS = {  # of what is no text
-    "null": "~|null|Null|NULL|",
-    "bool": "true|True|TRUE|false|False|FALSE",
-    "int": r"[-+]?(0|[1-9]\d*)",
-    "float": r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?"
-    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-}
-
-
-class PlainYaml(yaml.SafeLoader):
-    """YAML 1.2's core: 010 is no number, yes and no are texts; and each key stands once."""
-
-    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {  # instead of those of YAML 1.1
-        None: [(f"tag:yaml.org,2002:{x}", re.compile(f"({FORMS[x]})$")) for x in FORMS]
-    }
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = []
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node)
-            if key in keys:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"{key} stands here twice", problem_mark=key_node.start_mark
-                )
-            keys.append(key)
-        return super().construct_mapping(node, deep)
-
-
-def read_yaml(path: Path) -> Any:
-    with path.open() as file:
-        return yaml.load(file, PlainYaml)  # noqa: S506 - a SafeLoader
-
-
 def studies(name: str) -> dict[str, Study]:
     """Returns the studies of a name: `table1`, `table1/ROW`, `sweep-tau`, `all`, a .yaml file."""
     if name.endswith(".yaml"):
@@ -200,9 +166,10 @@ def studies(name: str) -> dict[str, Study]:
 
 def read(path: Path) -> Study:
     """Reads a study; UserError names the file, the key and what is wrong with it."""
+    content = read_yaml(path)
     try:
-        return validated(Study, read_yaml(path))
-    except (UserError, yaml.YAMLError) as error:
+        return validated(Study, content)
+    except UserError as error:
         raise UserError(f"{path}: {error}") from error
 
 
