@@ -43,6 +43,7 @@ from reproduction.machine import launched_ranks
 from reproduction.reading import FileConfigSource
 
 PRIMARY = "train"  # configuration, of conf/
+FREE = ("logger.", "dataset.options.", "model.options.")  # groups that may have any key
 OF_A_POINT = re.compile(r"seed=\d+|row='[^$]*'")  # words that change nothing but their key
 # keys that default_name does not write as key=value: its head or its -s<seed> says them
 IN_THE_NAME = ("seed", "model", "dataset", "augmentation", "experiment")
@@ -58,12 +59,14 @@ def readable(word: str) -> str:
     """Returns a word as Hydra reads it, with the same meaning; UserError if it cannot be read.
 
     Its grammar has no tilde, no apostrophe and no letter outside of ASCII: a value with one gets
-    quotes. So does a number if the key takes a text: name=2026_11 is not 202611.
+    quotes. So does a number if the key takes a text: name=2026_11 is not 202611. And so does one
+    with an underscore, for a key that the schema does not know.
     """
     key, equals, value = word.partition("=")
     key, value = key.strip(), value.strip()
     plain = f"{key}={value}" if equals else key
-    takes_text = allowed().get(key.lstrip("+"), "").startswith(TEXT)
+    is_free = key.lstrip("+").startswith(FREE)
+    takes_text = allowed().get(key.lstrip("+"), "").startswith(TEXT) or (is_free and "_" in value)
     if _is_read(plain, takes_text):
         return plain
     is_list = value.startswith(("[", "{")) or "," in value

@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from reproduction.errors import UserError, in_one_line
+from reproduction.errors import UserError, as_typed, in_one_line
 from reproduction.machine import local_ranks, usable_cores
 from tokenmixup import HTM, VTM, ManifoldMixup
 from tokenmixup.settings import LARGEST, built
@@ -141,6 +141,8 @@ class Library(Model):
     architecture: str
     options: dict[str, Any] = Field(default_factory=dict)
     stem: Literal["imagenet", "cifar"]
+    htm_layer: Whole | None = None
+    vtm_layer: Whole | None = None
 
 
 AnyModel = CCT | ViT | Library
@@ -361,4 +363,4 @@ def _told(mistake: Any) -> str:
         return text
     if mistake["type"] == "unexpected_keyword_argument":
         text = "unknown key"
-    return f"{key}={in_one_line(str(mistake['input']), 200)}: {text}"
+    return f"{key}={in_one_line(as_typed(mistake['input']), 200)}: {text}"

@@ -43,6 +43,23 @@ def reason_of(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}"
 
 
+def as_typed(value: object) -> str:
+    """Formats a value as on a command line: null, true, [1,2]."""
+    if value is None:
+        return "null"
+    if isinstance(value, list):
+        return f"[{','.join(map(as_typed, value))}]"
+    if isinstance(value, dict):
+        pairs = [f"{key}: {as_typed(x)}" for key, x in value.items()]
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, float):
+        return str(value)
+    short = f"{value:.10g}"
+    return short if float(short) == value else repr(value)  # two values never look alike
+
+
 class OneLineError(Exception):
     """An error whose message is always one line."""
 

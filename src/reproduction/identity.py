@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from reproduction.config import SOURCES, Command, Config, validated
-from reproduction.errors import UserError
+from reproduction.errors import UserError, as_typed
 
 # Keys that do not change a result, and so not the identity of a run.
 NOT_RESULT = (
@@ -53,6 +53,8 @@ COUNTED_DEFAULTS = {  # of keys that are in the hash of every run
 # it. At this value it is in no hash, so that their folders keep their names.
 FIRST_DEFAULTS: dict[str, Any] = {
     "recipe.drop_last": False,
+    "model.htm_layer": None,
+    "model.vtm_layer": None,
 }
 
 
@@ -177,7 +179,7 @@ def changes(ours: Config, theirs: Config) -> list[str]:
     one = settings(ours)
     other = settings(theirs)
     return [
-        f"{key}={one.get(key)} instead of {other.get(key)}"
+        f"{key}={as_typed(one.get(key))} instead of {as_typed(other.get(key))}"
         for key in sorted(one | other)
         if one.get(key) != other.get(key)
     ]

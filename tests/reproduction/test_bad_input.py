@@ -17,6 +17,7 @@ from tests.doors import (
     SMALL,
     Run,
     assert_refused,
+    assert_succeeded,
     evaluate,
     eventually,
     runs,
@@ -134,6 +135,26 @@ def test_help_says_what_is_allowed_for_every_key(here: Path, model: str):
     assert ">= 1" in allowed["recipe.epochs"]
     assert ("model.conv_layers" in allowed) == (model == "cct_2_3x2")
     assert not snapshot()
+
+
+@pytest.mark.parametrize("choice", ["dataset=custom", "model=timm", "dataset=image_folder"])
+def test_help_does_not_need_what_must_be_set(here: Path, choice: str):
+    result = train("--help", choice)
+    assert_succeeded(result)
+    shown = re.findall(r"^([\w.]+) .* \[(.+)\]$", result.out, re.MULTILINE)
+    values = dict(shown)
+    assert values["dataset.root"] == "null"
+    assert values["compile"] == "false"
+    assert "None" not in values.values()
+    missing = {key for key, value in values.items() if value == "???"}
+    assert (
+        missing
+        == {
+            "dataset=custom": {"dataset.source"},
+            "model=timm": {"model.architecture", "model.name"},
+            "dataset=image_folder": set(),
+        }[choice]
+    )
 
 
 def keys_of(tree: dict[str, Any], prefix: str = "") -> list[str]:

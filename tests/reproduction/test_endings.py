@@ -2,9 +2,16 @@
 
 import ctypes
 import gc
+import os
+import resource
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing import connection
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -235,3 +242,33 @@ def test_the_name_of_an_output_is_refused_before_the_work_or_written(here: Path)
     names = sorted(path.name[-14:] for path in Path("outputs/evaluations").iterdir())
     assert "-confusion.csv" in names
     assert_refused(script("runs", "outputs", "--csv", "c" * 256), "at most 255 bytes")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("soft", "hard"), [(30, 30), (30, 120)])
+def test_a_limit_of_open_files_is_raised_or_told_in_one_line(here: Path, soft: int, hard: int):
+    limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+    words = (ONE, "dataset.workers=2", "recipe.max_steps=2")
+    with started(words, preexec_fn=limit) as process:
+        result = ended(process)
+    if hard == soft:
+        assert_refused(result, "dataset.workers=2: needs 96 open files, the limit is 30", status=1)
+    else:
+        assert_succeeded(result)
+        assert result.err == ""
+
+
+def test_a_stop_while_images_are_handed_over_is_told_in_one_line(here: Path):
+    """A worker's server of file descriptors would print that its client is gone."""
+    ours = os.getpid()
+    answer = connection.answer_challenge
+
+    def interrupted(*handshake: Any) -> None:
+        if os.getpid() == ours:
+            os.kill(ours, signal.SIGINT)
+        answer(*handshake)
+
+    for _ in range(3):
+        with mock.patch.object(connection, "answer_challenge", interrupted):
+            result = train(ONE, "dataset.workers=2", "resume=auto")
+        assert_refused(result, "interrupted; outputs/mine is kept", status=130)

@@ -13,7 +13,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -27,6 +27,7 @@ from filelock import FileLock
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
+from torchvision.datasets.utils import check_integrity
 
 from reproduction.config import Dataset
 from reproduction.data.halves import Data, Half, Items, read_all
@@ -63,22 +64,41 @@ def opened(dataset: Dataset) -> Data:
     return data._replace(remarks=(*data.remarks, *_not_evaluated(data)))
 
 
+def check_source(dataset: Dataset) -> None:
+    """Raises UserError if the function of a data set is not there, or takes other arguments."""
+    _prepared(dataset.source, dataset.root, json.dumps(dataset.options, sort_keys=True))
+
+
 @lru_cache(maxsize=1)
 def _call_source(source: str, root: str | None, options: str) -> Data:
     """Calls the function of a data set; the last result serves all points of a sweep."""
+    function = _prepared(source, root, options)
+    with _explaining(source, root, options):
+        return _labelled([*function()])
+
+
+def _prepared(source: str, root: str | None, options: str) -> Callable[[], Any]:
+    """Returns the function of a data set with its arguments."""
     arguments = json.loads(options)
     if root is not None:
         arguments["root"] = root
-    is_own = not source.startswith(f"{__name__}:")
-    key = f"dataset.root={root or 'null'}"  # what is probably wrong, if anything is
-    if is_own:
-        key = f"dataset.source={source}"
-    elif arguments.keys() - {"root"}:
-        key = f"dataset.options={options}"
-    try:
+    with _explaining(source, root, options):
         function = resolve_name(source)
         _check_arguments(function, arguments)
-        return _labelled([*function(**arguments)])
+        return partial(function, **arguments)
+
+
+@contextmanager
+def _explaining(source: str, root: str | None, options: str) -> Iterator[None]:
+    """Turns any error into a OneLineError that names the key which is probably wrong."""
+    is_own = not source.startswith(f"{__name__}:")
+    key = f"dataset.root={root or 'null'}"
+    if is_own:
+        key = f"dataset.source={source}"
+    elif json.loads(options).keys() - {"root"}:
+        key = f"dataset.options={options}"
+    try:
+        yield
     except Refused as error:
         raise UserError(f"{key}: {error}") from error
     except ModuleNotFoundError as error:
@@ -103,7 +123,11 @@ def _check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any])
         signature.bind(**arguments)
     except TypeError as error:
         taken = ", ".join(signature.parameters) or "none"
-        raise Refused(f"{error}; its arguments are {taken}") from error
+        reason = f"{error}; its arguments are {taken}"
+        if "root" in arguments and "root" not in signature.parameters:
+            name = getattr(function, "__name__", function)
+            reason = f"{name} reads no folder; dataset=image_folder reads images of one"
+        raise Refused(reason) from error
 
 
 def _labelled(parts: list[Items]) -> Data:
@@ -345,8 +369,23 @@ def _cifar(kind: type[CIFAR10], root: str) -> list[CIFAR10]:
             with FileLock(Path(root, f".{kind.filename}.lock")):
                 return [kind(root, train=is_train, download=True) for is_train in (True, False)]
         except Exception as error:  # of any library
+            lack = lack_behind(error)
+            if lack is not None:
+                raise lack from error
             put = f"put {kind.url} (MD5 {kind.tgz_md5}, not unpacked) into {os.path.abspath(root)}"
-            raise OSError(f"no download ({first_line(error)}); {put}") from error
+            here = _what_is_here(kind, Path(root))
+            raise Refused(f"{here} no download ({first_line(error)}); {put}".lstrip()) from error
+
+
+def _what_is_here(kind: type[CIFAR10], root: Path) -> str:
+    """Says what is wrong with the files of CIFAR that are here, if any are."""
+    folder = root / kind.base_folder
+    if not folder.is_dir():
+        deeper = [path for path in root.glob(f"*/{kind.base_folder}") if path.is_dir()]
+        return f"the files are in {deeper[0].parent}, which may be the root;" if deeper else ""
+    sums = [*kind.train_list, *kind.test_list]
+    bad = [name for name, md5 in sums if not check_integrity(folder / name, md5)]
+    return f"{folder}: damaged or missing: {', '.join(bad)};" if bad else ""
 
 
 cifar10 = partial(_cifar, CIFAR10)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 
+from reproduction.errors import as_typed
 from reproduction.files import write_text
 from reproduction.studies.runs import MEASURES, ON_TEST, ON_VALIDATION, Counted, Outcome
 from reproduction.studies.statistics import Line
@@ -65,16 +66,7 @@ def value_text(value: Any) -> str:
     """Formats a setting as on the command line."""
     if isinstance(value, Missing):
         return value.value
-    if value is None:
-        return "null"
-    if isinstance(value, list):
-        return f"[{','.join(map(value_text, value))}]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if not isinstance(value, float):
-        return str(value)
-    short = f"{value:.10g}"
-    return short if float(short) == value else repr(value)  # two values never look alike
+    return as_typed(value)
 
 
 # --- columns ------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ The epochs are in fit.py, what ends a run in stop.py, its processes in ranks.py.
 import math
 import platform
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -297,6 +298,7 @@ def _start(trainer: Trainer) -> dict[str, Any]:
     versions = {name: version(name) for name in LIBRARIES}
     return {
         "step": trainer.step,
+        "began": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "git_revision": git_revision(),
         "versions": {"python": platform.python_version(), **versions},
         "hardware": hardware_name(trainer.world.device.type),

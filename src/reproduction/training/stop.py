@@ -165,11 +165,13 @@ def of_system(error: BaseException, config: Config) -> str | None:
 
 
 def of_libraries(error: BaseException, config: Config) -> str | None:
-    """A loader's worker that was killed, and a model that cannot be compiled."""
+    """A loader's worker that was killed, a limit of files, a model that cannot be compiled."""
     text = str(error).strip()
     if "DataLoader worker (pid" in text:
         advice = "memory may have run out, try a lower dataset.workers or recipe.batch_size"
         return f"{text.rstrip('. ')}: {advice}"
+    if text.startswith("Too many open files"):
+        return "too many open files: raise the limit by `ulimit -n`, or lower dataset.workers"
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         key = f"compile={str(config.compile).lower()}"
         reason = f"torch cannot compile {config.model.name} as one graph ({first_line(error)})"
