@@ -103,9 +103,13 @@ def difference(line: Line) -> str:
 
 def interval(line: Line) -> str:
     if math.isnan(line.comparison.low):
-        return NOTHING
+        return line.comparison.untestable or NOTHING
     ends = (line.comparison.low, line.comparison.high)
     return " to ".join(f"{end:+{line.outcome.spec}}" for end in ends)
+
+
+def p_of(line: Line, p: float) -> str:
+    return line.comparison.untestable or p_text(p)
 
 
 def lower_in(line: Line) -> str:
@@ -138,9 +142,9 @@ COLUMNS = [
         is_main,
     ),
     Column("95 % interval", interval),
-    Column("p", lambda line: p_text(line.comparison.p), is_main),
+    Column("p", lambda line: p_of(line, line.comparison.p), is_main),
     # "untested" or "primary" stands in place of the corrected p
-    Column("p (Holm)", lambda line: line.row.role or p_text(line.comparison.p_holm), is_main),
+    Column("p (Holm)", lambda line: line.row.role or p_of(line, line.comparison.p_holm), is_main),
     Column("lower in", lower_in, is_loss),
     Column("median [%]", mean_of("top1_median10", ".2f"), is_main),
     Column("best [%]", mean_of("top1_best", ".2f"), is_main),
