@@ -418,6 +418,27 @@ def test_a_quoted_row_is_not_counted_as_one_without_a_run():
     assert "rows without a finished run: 1" in text
 
 
+@pytest.mark.parametrize("change", ["scale=smoke", "recipe.weight_decay=0.1"])
+def test_runs_that_a_study_does_not_name_stand_beside_no_printed_value(change: str):
+    """The terminal and the file warn, and name the data that were used."""
+    same = PRINTED.replace("quoted:", "  d: {overrides: [recipe.log_every=7], row: again}\nquoted:")
+    Path("mine.yaml").write_text(same.replace("title: Printed", "title: On CIFAR"))
+    result = script("reproduce", "mine.yaml", "seeds=1", change)
+    assert_succeeded(result)
+    is_smoke = change == "scale=smoke"
+    root = Path("outputs/smoke/report" if is_smoke else "outputs/report")
+    text = max(root.glob("mine-*.md"), key=os.path.getmtime).read_text()
+    numbers = pd.read_csv(max(root.glob("mine-*.csv"), key=os.path.getmtime))
+    assert numbers.printed.isna().all()
+    assert numbers.printed_difference.isna().all()
+    for shown in (text, result.out):
+        assert "WARNING: these runs are not those that the study names" in shown
+        assert ("On CIFAR (here digits, at smoke scale)" in shown) == is_smoke
+        assert "paper [%]" not in shown
+        assert "again (the run of a)" in shown
+        assert " 0.0 " not in shown
+
+
 def test_a_printed_accuracy_stands_beside_the_test_set_alone():
     """Papers print it of the test set; the validation split is of the training images."""
     split = PRINTED.replace("device=cpu", "device=cpu, dataset.validation=0.2")

@@ -43,6 +43,9 @@ PAPERS = (
     "sweep-kappa",
 )
 OWN_KEYS = ("seed", "devices", "name", "output_root", "resume")  # of a run, not of a study
+WARNING = """\
+WARNING: these runs are not those that the study names. No value here may be compared with the \
+paper's, so that none of its is shown."""
 FULL = "full"
 SMOKE = "smoke"
 SCALES = (FULL, SMOKE)
@@ -278,13 +281,22 @@ class Part:
 
     @property
     def texts(self) -> dict[str, str]:
-        """What a table shows of each cell, by its label; of equal texts also the row's name."""
+        """What a table shows of each cell, by its label; of equal texts also the row's name.
+
+        A row whose run is another row's says so.
+        """
         places = Counter((cell.settings.column, cell.text) for cell in self.cells)
+        firsts: dict[str, str] = {}  # by hash, the first row of a run
         found = {}
         for cell in self.cells:
-            found[cell.label] = cell.text
+            text = cell.text
             if places[cell.settings.column, cell.text] > 1:
-                found[cell.label] = f"{cell.text} ({cell.row})"
+                text = f"{text} ({cell.row})"
+            row_hash = self.row_hashes[cell.label]
+            if row_hash in firsts:
+                text = f"{text} (the run of {firsts[row_hash]})"
+            firsts.setdefault(row_hash, cell.label.partition("/")[2])
+            found[cell.label] = text
         return found
 
     @property
@@ -313,14 +325,14 @@ class Part:
 
     @property
     def about(self) -> list[str]:
-        """Says what distinguishes the runs from those that the study names."""
+        """Says what distinguishes the runs from those that the study names, with a warning."""
         words = [*self.more]
         if self.scale == SMOKE:
             words = [*SHORT, *self.study.smoke, *words]
         if not words:
             return []
         texts = ", ".join(f"`{word}`" for word in words)
-        return [f"With {texts}; seeds {', '.join(map(str, self.seeds))}."]
+        return [WARNING, f"With {texts}; seeds {', '.join(map(str, self.seeds))}."]
 
 
 def planned(
@@ -363,18 +375,39 @@ def part_of(
     changes = [word for word in more if changes_result(key_of(word))]
     if changes:
         check_rows(each, study, scale, configs, changes)
+    shown = study
+    if changes or scale == SMOKE:
+        shown = unprinted(study)
+    if scale == SMOKE:
+        data = ", ".join(sorted({config.dataset.name for config in configs.values()}))
+        shown = on_other_data(shown, data)
     part = Part(
         name=name,
-        study=study,
+        study=shown,
         has_all_rows=True,
         scale=scale,
-        cells=each,
+        cells=[replace(cell, settings=shown.rows[cell.row]) for cell in each],
         pairs=pairs,
         configs=configs,
         seeds=chosen,
         more=changes,
     )
     return part, points
+
+
+def unprinted(study: Study) -> Study:
+    """Returns a study without what is printed of it, which other runs must not stand beside."""
+    rows = {name: replace(row, printed={}) for name, row in study.rows.items()}
+    return replace(study, rows=rows, quoted={}, sizes={}, latencies={}, notes=[])
+
+
+def on_other_data(study: Study, data: str) -> Study:
+    """Returns a study whose titles name the data that stand in for those of its rows."""
+    rows = {}
+    for name, row in study.rows.items():
+        column = f"{row.column} (here {data})" if row.column else ""
+        rows[name] = replace(row, column=column)
+    return replace(study, title=f"{study.title} (here {data}, at smoke scale)", rows=rows)
 
 
 def seeds_of(study: Study, seeds: int | None, scale: str) -> list[int]:

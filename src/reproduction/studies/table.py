@@ -41,6 +41,14 @@ def spread(values: pd.Series, spec: str) -> str:
     return f"{mean} +/- {values.std():{spec}}"
 
 
+def hours(seconds: float, decimals: int) -> str:
+    """Formats seconds as hours; those that would be 0.0 with one significant digit."""
+    text = formatted(seconds / 3600, f".{decimals}f")
+    if seconds > 0 and float(text) == 0:
+        return f"{seconds / 3600:.1g}"
+    return text
+
+
 def p_text(p: float) -> str:
     """Formats with three decimals, or two significant digits below 0.001."""
     if p < 0.001:
@@ -152,9 +160,7 @@ COLUMNS = [
     Column("selected [%]", mean_of("top1_selected", ".2f"), is_main),
     Column("tokens of easy", mean_of("easy_tokens", ".1f"), is_main),
     Column("tokens of mixed", mean_of("mixed_tokens", ".1f"), is_main),
-    Column(
-        "hours", lambda line: formatted(line.n * line.mean_of("seconds") / 3600, ".1f"), is_main
-    ),
+    Column("hours", lambda line: hours(line.n * line.mean_of("seconds"), 1), is_main),
     Column("status", lambda line: line.row.status_text or NOTHING, is_main),
 ]
 TITLES = {column.title for column in COLUMNS}
@@ -303,7 +309,7 @@ def notes_of(counted: Counted) -> Iterator[str]:
     runs = "1 finished run"
     if len(counted.runs) != 1:
         runs = f"{len(counted.runs)} finished runs"
-    yield f"{runs}, {seconds / 3600:.2f} hours in total, git {', '.join(revisions) or 'unknown'}"
+    yield f"{runs}, {hours(seconds, 2)} hours in total, git {', '.join(revisions) or 'unknown'}"
 
 
 def judged_on(outcome: Outcome) -> list[str]:
