@@ -175,6 +175,7 @@ def evaluate(config: Config, files: list[Path], own: dict[str, str], result: Pat
     images = Path(own["images"]) if "images" in own else None
     if images is not None and not images.is_dir():
         raise UserError(f"images={images}: must be a folder of images")
+    from reproduction.training.evaluate import TOP
     from reproduction.training.predictions import (
         evaluate_checkpoint,
         write_predictions,
@@ -189,7 +190,10 @@ def evaluate(config: Config, files: list[Path], own: dict[str, str], result: Pat
     said = ""
     written = []
     if images is None:
-        said = "top-1 {top1:.2f} %, top-5 {top5:.2f} %, loss {eval_loss:.4f} on ".format(**scores)
+        top5 = ""
+        if len(found.predictions.classes) > TOP:
+            top5 = f"top-5 {scores['top5']:.2f} %, "
+        said = f"top-1 {scores['top1']:.2f} %, {top5}loss {scores['eval_loss']:.4f} on "
     say(f"{scores['checkpoint']}: {said}{scores['images']} images of {images or scores['dataset']}")
     if images is None:
         write_scores(result, scores)

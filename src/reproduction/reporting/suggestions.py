@@ -16,6 +16,7 @@ from torch import Tensor
 
 from reproduction.config import Config
 from reproduction.data.inputs import build_training_inputs
+from reproduction.errors import UserError
 from reproduction.folder import RunFolder
 from reproduction.reporting.trained import TrainedRun, load_trained, training_batches
 from tokenmixup import HTM, attach, mix_horizontal
@@ -46,6 +47,8 @@ def suggestions(folder: RunFolder, config: Config, batches: int) -> Iterator[str
 
     Each layer is measured as if earlier ones did not mix. Raises UserError without HTM.
     """
+    if config.augmentation.htm is None:
+        raise UserError(f"run={folder.path}: was trained without htm")
     trained = load_trained(config, folder)
     htm = trained.module.htm
     assert htm is not None

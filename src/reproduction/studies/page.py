@@ -18,7 +18,7 @@ from reproduction.config import LONGEST_NAME
 from reproduction.files import cut, write_text
 from reproduction.identity import digest
 from reproduction.models.build import build_module, count_parameters, without_weights
-from reproduction.reporting.drawing import CAPTIONS
+from reproduction.reporting.drawing import PICTURES
 from reproduction.studies.plots import draw_beside, draw_sweep
 from reproduction.studies.runs import Run
 from reproduction.studies.study import Part, PrintedModel
@@ -87,7 +87,7 @@ def links_of(folder: Path, run: Run) -> list[Link]:
     """Links to the folder of a run, and to its report and pictures."""
     place = Path(os.path.relpath(run.path, folder))
     links = [Link(run.name, f"{quote(str(place))}/")]
-    for name in ("report.md", *CAPTIONS):
+    for name in ("report.md", *(f"{picture}.png" for picture in PICTURES)):
         if (run.path / name).exists():
             text = name.partition(".")[0].replace("_", " ")
             links.append(Link(text, quote(str(place / name))))

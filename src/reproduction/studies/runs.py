@@ -13,6 +13,7 @@ from reproduction.folder import RunFolder, summary_of_today
 from reproduction.identity import digest, flat, nested, row_hash, saved, settings, shared_settings
 
 STACK_KEY = "augmentation.mixing"  # the names of the stack, as if they were a setting
+FEW_CLASSES = 5  # of which all are among the best five
 LAST_EPOCHS = 10  # some protocols report the best of them
 MEASURES = (  # of a run, beside its outcomes; tables have their means
     "top1_median10",
@@ -181,6 +182,8 @@ def _numbers(summary: Mapping[str, Any]) -> dict[str, float]:
         "loss on validation": last.get("val_loss"),
         "top5 on validation": last.get("val_top5"),
     }
+    if summary.get("classes", FEW_CLASSES + 1) <= FEW_CLASSES:
+        found |= {"top5 on test": None, "top5 on validation": None}
     return {name: float(value) for name, value in found.items() if value is not None}
 
 

@@ -24,7 +24,7 @@ from reproduction.identity import settings_of_evaluation
 from reproduction.machine import local_ranks
 from reproduction.models.build import build_trained, place
 from reproduction.training.checkpoint import check_classes, read_plain
-from reproduction.training.evaluate import Predicted, evaluate
+from reproduction.training.evaluate import TOP, Predicted, evaluate
 from reproduction.training.ranks import World, join_world, on_ranks, resolve_device
 
 
@@ -142,10 +142,11 @@ def write_tables(result: Path, found: Predictions) -> Path:
         {
             "images": images,
             "top1": 100 * counts.diagonal() / some,
-            "top5": 100 * among_best / some,
         },
         names,
     )
+    if len(names) > TOP:
+        accuracies["top5"] = 100 * among_best / some
     confusion = pd.DataFrame(counts, names, names)
     _write_csv(table_path(result, "classes"), accuracies, index_label="class", float_format="%.2f")
     _write_csv(table_path(result, "confusion"), confusion, index_label="class")

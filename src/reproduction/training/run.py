@@ -312,6 +312,7 @@ def _facts(trainer: Trainer, data: Data) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "name": config.name,
         "data": record(data, config.model.weights),
+        "classes": len(data.classes),
         "parameters": count_parameters(trainer.module),
         "seed": config.seed,
         "devices": config.devices,
