@@ -144,6 +144,20 @@ def _largest(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
+def _broadcast(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    value: Any = "of the first"
+    if rank > 0:
+        value = lambda: "cannot be sent"  # noqa: E731
+    assert World(rank, 2, torch.device("cpu")).broadcast(value) == "of the first"
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_what_the_first_rank_broadcasts_is_all_that_is_sent(here: Path):
+    mp.spawn(_broadcast, (str(here / "store"),), nprocs=2)
+
+
 @pytest.mark.slow
 def test_nan_of_one_rank_is_nan_on_all(here: Path):
     mp.spawn(_largest, (str(here / "store"),), nprocs=2)

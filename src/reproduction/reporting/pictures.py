@@ -52,10 +52,10 @@ def draw_pairs(path: Path, trained: TrainedRun, sample: Sample) -> str:
             _draw_pair(row, title, mix, receiver, pictures, names)
     mixed = int(mix.mask.any(dim=1).sum())
     return (
-        f"Pairs of the trained model, which mixes {mixed} of {where}. The median of the mixed "
-        "ones by the share of replaced tokens is typical, the other has the most. A token is taken "
-        "where the donor is more salient by more than rho; both maps share a scale. Patches from the donor are outlined; they stand for "
-        "tokens, which mix inside the network."
+        f"Pairs of the trained model, which mixes {mixed} of {where}. The median of the mixed ones "
+        "by the share of replaced tokens is typical, the other has the most. A token is taken "
+        "where the donor is more salient by more than rho; both maps share a scale. Patches from "
+        "the donor are outlined; they stand for tokens, which mix inside the network."
     )
 
 
