@@ -24,8 +24,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from filelock import FileLock
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
 from torchvision.datasets.utils import check_integrity
 
@@ -224,6 +222,8 @@ def _limited(key: str, half: Half, limit: int | None) -> Half:
 
 def _with_validation(data: Data, ratio: float, seed: int) -> Data:
     """Sets a stratified part of the training images apart, both parts in their order."""
+    from sklearn.model_selection import train_test_split  # takes a second to import
+
     half = data.train
     try:
         if data.validation is not None:
@@ -351,6 +351,9 @@ def unlabelled(folder: Path, classes: list[str]) -> Data:
 
 def digits() -> list[Items]:
     """Returns scikit-learn's digits: 1,437 images of 8x8 pixels, and 360 held out."""
+    from sklearn.datasets import load_digits  # takes a second to import
+    from sklearn.model_selection import train_test_split
+
     bunch = load_digits()
     images = np.round(bunch.images * 255 / 16).astype(np.uint8)  # 16 levels of ink
     parts = train_test_split(

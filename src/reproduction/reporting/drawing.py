@@ -53,6 +53,7 @@ def figure(
         for kind, metadata in (("png", None), ("pdf", {"CreationDate": None})):
             with replacing(path.with_suffix(f".{kind}")) as temporary:
                 fig.savefig(temporary, format=kind, dpi=DPI, metadata=metadata)
+            fig.set_layout_engine("none")  # both as it was laid out for the first
 
 
 def draw_mixed_samples(path: Path, steps: pd.DataFrame, batch_size: int) -> None:
