@@ -27,7 +27,8 @@ from typing import Any
 
 from reproduction.compose import check_asked, compose, expand, readable, text_of, with_words
 from reproduction.config import Config, validated
-from reproduction.errors import UserError, one_line_errors, say
+from reproduction.errors import UserError, check_name, one_line_errors, say
+from reproduction.files import LONGEST, cut
 from reproduction.folder import RunFolder
 from reproduction.help import hydra_errors, key_of
 from reproduction.identity import digest, settings_of_evaluation
@@ -42,50 +43,77 @@ def main(words: list[str]) -> None:
     if {"-h", "--help"} & {*words}:
         say((__doc__ or "").strip())
         return
-    words = [readable(word) for word in words]
-    own = {}
+    own, words = taken(words)
+    if "run" in own:
+        evaluate_run(own, words)
+    else:
+        evaluate_file(own, words)
+
+
+def taken(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Returns the words of OWN by their keys, and the others; UserError if they do not fit."""
     for word in words:
+        if "=" not in word and Path(word).exists():
+            key = "run" if Path(word).is_dir() else "checkpoint"
+            raise UserError(f"{word}: must be {key}={word}")
+    own = {}
+    others = []
+    for word in map(readable, words):
         key = word.partition("=")[0]
         if key in OWN:
             own[key] = os.path.expanduser(text_of(word))
-    words = [word for word in words if word.partition("=")[0] not in OWN]
+        else:
+            others.append(word)
     names_one = bool(own.get("run")) != bool(own.get("checkpoint"))
     if not names_one or ("checkpoint" in own and "weights" in own):
         raise UserError("run=FOLDER [weights=...] or checkpoint=FILE: one of them must be given")
-    writes_predictions = "predictions" in own
-    if ("images" in own and not writes_predictions) or ("export" in own and writes_predictions):
-        raise UserError("predictions=FILE.csv: images=FOLDER needs it, and export=FILE excludes it")
-    saved: Config | None = None
-    if "run" in own:
-        folder = run_folder(own["run"])
-        which = own.get("weights", "last")
-        saved = folder.read_config()
-        files = folder.weights(which)
-        config = of_run(saved, words)
-        code = ["model.source"]
-        if own.keys().isdisjoint(("images", "export")):
-            code.append("dataset.source")
-            tell_left_out(saved, config)
-        check_asked(config, words, *code)
-        result = folder.path / f"evaluation-{which}.json"
-    else:
-        files = [Path(own["checkpoint"])]
-        config = of_file(words)
-        result = Path(config.output_root, "evaluations", f"{files[0].stem}.json")
+    for key in ("predictions", "images"):
+        if "export" in own and key in own:
+            raise UserError(f"{key}={own[key]}: nothing is predicted beside export=FILE")
+    if "images" in own and "predictions" not in own:
+        raise UserError(f"images={own['images']}: needs predictions=FILE.csv")
+    return own, others
+
+
+def evaluate_run(own: dict[str, str], words: Sequence[str]) -> None:
+    """Evaluates or exports weights of a run."""
+    folder = run_folder(own["run"])
+    which = own.get("weights", "last")
+    saved = folder.read_config()
+    files = folder.weights(which)
+    config = of_run(saved, words)
+    code = ["model.source"]
+    if own.keys().isdisjoint(("images", "export")):
+        code.append("dataset.source")
+        tell_left_out(saved, config)
+    check_asked(config, words, *code)
     if "export" in own:
-        export(config, files, new_file(own, "export", ".safetensors"), is_run=saved is not None)
+        export(config, files, own, is_run=True)
         return
     settings = settings_of_evaluation(config)
-    hashed: list[Any] = [settings]
-    if saved is None:
-        hashed = [str(files[0].resolve()), settings]
-    if saved is None or settings != settings_of_evaluation(saved):
-        result = result.with_stem(f"{result.stem}-{config.dataset.name}-{digest(hashed)}")
-    predictions = new_file(own, "predictions", ".csv") if writes_predictions else None
-    images = Path(own["images"]) if "images" in own else None
-    if images is not None and not images.is_dir():
-        raise UserError(f"images={images}: must be a folder of images")
-    evaluate(config, files, result, predictions, images)
+    of_others = [] if settings == settings_of_evaluation(saved) else [settings]
+    evaluate(config, files, own, result_of(folder.path / f"evaluation-{which}", config, of_others))
+
+
+def evaluate_file(own: dict[str, str], words: Sequence[str]) -> None:
+    """Evaluates or exports a file of weights."""
+    file = Path(own["checkpoint"])
+    config = of_file(words)
+    if "export" in own:
+        export(config, [file], own, is_run=False)
+        return
+    place = Path(config.output_root, "evaluations", file.stem)
+    hashed = [str(file.resolve()), settings_of_evaluation(config)]
+    evaluate(config, [file], own, result_of(place, config, hashed))
+
+
+def result_of(place: Path, config: Config, hashed: list[Any]) -> Path:
+    """Returns the path of a result, with a hash of what tells it from others, if anything does."""
+    tail = ".json"
+    if hashed:
+        tail = f"-{config.dataset.name}-{digest(hashed)}{tail}"
+    room = LONGEST - len(os.fsencode(tail)) - len("-confusion")  # of a table beside it
+    return place.with_name(cut(place.name, room) + tail)
 
 
 def run_folder(path: str) -> RunFolder:
@@ -139,40 +167,61 @@ def of_file(words: Sequence[str]) -> Config:
 def new_file(own: dict[str, str], key: str, ending: str) -> Path:
     """Returns the path that the key names. UserError if no such file can be created there."""
     path = Path(own[key])
+    check_name(key, path)
     if path.suffix != ending or path.exists() or not path.parent.is_dir():
         raise UserError(f"{key}={path}: must be a new {ending} file in a folder that exists")
     return path
 
 
-def export(config: Config, files: list[Path], path: Path, is_run: bool) -> None:
+def export(config: Config, files: list[Path], own: dict[str, str], is_run: bool) -> None:
     from reproduction.data.loaders import preprocessing
     from reproduction.training.checkpoint import export as write
 
+    path = new_file(own, "export", ".safetensors")
     if is_first_rank():
         write(config.model, files, path, preprocessing(config) if is_run else None)
         say(f"written to {path}")
 
 
-def evaluate(
-    config: Config, files: list[Path], result: Path, predictions: Path | None, images: Path | None
-) -> None:
+def evaluate(config: Config, files: list[Path], own: dict[str, str], result: Path) -> None:
     """Evaluates on the held-out images, or predicts `images`, and says what is written."""
-    from reproduction.training.predictions import evaluate_checkpoint, table_path
+    predictions = new_file(own, "predictions", ".csv") if "predictions" in own else None
+    images = Path(own["images"]) if "images" in own else None
+    if images is not None and not images.is_dir():
+        raise UserError(f"images={images}: must be a folder of images")
+    from reproduction.training.evaluate import TOP
+    from reproduction.training.predictions import (
+        evaluate_checkpoint,
+        write_predictions,
+        write_scores,
+        write_tables,
+    )
 
-    found = evaluate_checkpoint(config, files, result, predictions, images)
+    found = evaluate_checkpoint(config, files, images)
     if not is_first_rank():
         return
-    scores, written = "", [predictions]
+    scores = found.scores
+    said = ""
+    written = []
     if images is None:
-        scores = "top-1 {top1:.2f} %, top-5 {top5:.2f} %, loss {eval_loss:.4f}".format(**found)
-        own = [f", {name} {found[name]:.4g}" for name in config.recipe.metrics]
-        scores += f"{''.join(own)} on "
-        written = [result]
+        top5 = ""
+        if len(found.predictions.classes) > TOP:
+            top5 = f"top-5 {scores['top5']:.2f} %, "
+        said = f"top-1 {scores['top1']:.2f} %, {top5}loss {scores['eval_loss']:.4f}"
+        for name in config.recipe.metrics:
+            said += f", {name} {scores[name]:.4g}"
+        said += " on "
+    say(f"{scores['checkpoint']}: {said}{scores['images']} images of {images or scores['dataset']}")
+    if images is None:
+        write_scores(result, scores)
+        written.append(result)
+    if predictions is not None:
+        write_predictions(predictions, found.predictions, labelled=images is None)
+        written.append(predictions)
     if images is None and predictions is not None:
         from reproduction.reporting.drawing import draw_confusion
 
-        written += [predictions, table_path(result, "classes"), draw_confusion(result)]
-    say(f"{found['checkpoint']}: {scores}{found['images']} images of {images or found['dataset']}")
+        written += [write_tables(result, found.predictions), draw_confusion(result)]
     say(f"written to {', '.join(map(str, written))}")
 
 

@@ -12,7 +12,7 @@ import torch
 
 from reproduction.compose import compose
 from reproduction.errors import PlainError, UserError, one_line_errors, say
-from reproduction.training.predictions import evaluate_checkpoint
+from reproduction.training.predictions import evaluate_checkpoint, write_scores
 
 PRINTED = {  # name of the file, without its suffix -> experiment, printed top-1
     "cct_cifar10_HTM": ("table1/cifar10_htm", 97.57),
@@ -52,13 +52,15 @@ def main() -> int:
 
 
 def accuracy_of(file: Path, words: Sequence[str]) -> float:
-    """Returns the accuracy, by the function of eval.py, which writes it to a file."""
+    """Returns the accuracy, by the function of eval.py, and writes it to a file."""
     precision = "float32"
     if file.name.startswith("cct") and torch.cuda.is_available():
         precision = "float16"
     config = compose([f"recipe.precision={precision}", *words])
     result = Path(config.output_root, "evaluations", f"{file.name.partition('.')[0]}.json")
-    return evaluate_checkpoint(config, [file], result)["top1"]
+    scores = evaluate_checkpoint(config, [file]).scores
+    write_scores(result, scores)
+    return scores["top1"]
 
 
 if __name__ == "__main__":

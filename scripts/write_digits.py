@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 from reproduction.errors import Parser, one_line_errors
+from reproduction.files import naming
 
 FIRST = 10  # images of each digit
 
@@ -26,7 +27,10 @@ def main() -> None:
         seen[digit] += 1
         path = folder / split / str(digit) / f"{number:04}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.round(ink * 255 / 16).astype(np.uint8)).save(path)  # 16 levels of ink
+        with naming(path):
+            Image.fromarray(np.round(ink * 255 / 16).astype(np.uint8)).save(
+                path
+            )  # 16 levels of ink
     print(f"written to {folder}")
 
 

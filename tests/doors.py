@@ -10,6 +10,7 @@ import csv
 import json
 import logging
 import os
+import resource
 import runpy
 import signal
 import subprocess
@@ -331,6 +332,17 @@ def planted(place: str, bug: Callable[[], object]) -> Iterator[None]:
     """Lets the programs of this process meet a bug."""
     with mock.patch(PLACES[place], lambda *_: bug()):
         yield
+
+
+@contextmanager
+def files_end_at(size: int) -> Iterator[None]:
+    """Lets no file of this process grow beyond so many bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def runs(root: str | Path = "outputs") -> list[Run]:

@@ -13,7 +13,7 @@ LAYERS = (
     ("errors",),
     ("door",),
     ("config",),
-    ("identity",),
+    ("identity", "reading"),
     ("data", "models"),
     ("folder", "help"),
     ("training",),

@@ -16,7 +16,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from reproduction.compose import Point, command_of, config_of, point_of, readable, typed_words
+from reproduction.compose import Point, command_of, point_of, readable, typed_words
 from reproduction.config import validated
 from reproduction.errors import (
     OneLineError,
@@ -76,7 +76,7 @@ def arguments(typed: Sequence[str]) -> tuple[list[str], list[str]]:
 def help_of(*, _root_: DictConfig) -> str:
     """Returns the text of --help: what is allowed, with the values of this tree."""
     tree = OmegaConf.masked_copy(_root_, [str(key) for key in _root_ if key != "hydra"])
-    return help_text(config_of(tree)).replace("$", "$$")  # Hydra's template reads $$ as $
+    return help_text(tree).replace("$", "$$")  # Hydra's template reads $$ as $
 
 
 # --- the task -----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from os.path import expanduser
 from typing import Any
 
 import hydra
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -32,12 +33,15 @@ from reproduction.config import (
     validated,
 )
 from reproduction.errors import UserError
+from reproduction.files import cut
 from reproduction.folder import RunFolder, find
 from reproduction.help import TEXT, allowed, hydra_errors, key_of
 from reproduction.identity import changes_result, name_hash, own_code, run_hash
 from reproduction.machine import launched_ranks
+from reproduction.reading import FileConfigSource
 
 PRIMARY = "train"  # configuration, of conf/
+FREE = ("logger.", "dataset.options.", "model.options.")  # groups that may have any key
 OF_A_POINT = re.compile(r"seed=\d+|row='[^$]*'")  # words that change nothing but their key
 # keys that default_name does not write as key=value: its head or its -s<seed> says them
 IN_THE_NAME = ("seed", "model", "dataset", "augmentation", "experiment")
@@ -53,12 +57,14 @@ def readable(word: str) -> str:
     """Returns a word as Hydra reads it, with the same meaning; UserError if it cannot be read.
 
     Its grammar has no tilde, no apostrophe and no letter outside of ASCII: a value with one gets
-    quotes. So does a number if the key takes a text: name=2026_11 is not 202611.
+    quotes. So does a number if the key takes a text: name=2026_11 is not 202611. And so does one
+    with an underscore, for a key that the schema does not know.
     """
     key, equals, value = word.partition("=")
     key, value = key.strip(), value.strip()
     plain = f"{key}={value}" if equals else key
-    takes_text = allowed().get(key.lstrip("+"), "").startswith(TEXT)
+    is_free = key.lstrip("+").startswith(FREE)
+    takes_text = allowed().get(key.lstrip("+"), "").startswith(TEXT) or (is_free and "_" in value)
     if _is_read(plain, takes_text):
         return plain
     is_list = value.startswith(("[", "{")) or "," in value
@@ -154,6 +160,7 @@ def share(number: Any, parts: int) -> int:
 
 OmegaConf.register_new_resolver("share", share, replace=True)
 OmegaConf.register_new_resolver("expanduser", expanduser, replace=True)
+SourcesRegistry.instance().types[FileConfigSource.scheme()] = FileConfigSource
 
 
 @contextmanager
@@ -220,8 +227,6 @@ def config_of(tree: DictConfig, words: Sequence[str] = ()) -> Config:
     """Returns the configuration of a tree; UserError for what is not allowed, missing or unread."""
     with hydra_errors(*words):
         raw: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
-    if "experiment" in raw:  # whose content would be that of all groups
-        raise UserError("experiment: its file must begin with the line `# @package _global_`")
     stack = raw["augmentation"]
     chosen = stack.pop("chosen", {})  # from the files of the methods in the list
     for name in stack.keys() - chosen.keys() - {"off_epoch"}:
@@ -324,7 +329,7 @@ def default_name(config: Config, words: Sequence[str], label: str) -> str:
                 setting = f"{last_part(key)}={text.replace(',', '+')}"
                 name += "-" + re.sub(r"(?a)[^\w.+=-]+", "", setting)
     tail = f"-s{config.seed}-{name_hash(config)}"
-    return name.encode()[: LONGEST_NAME - len(tail)].decode(errors="ignore") + tail
+    return cut(name, LONGEST_NAME - len(tail)) + tail
 
 
 def line_of_words() -> list[str]:

@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from reproduction.door import Door
-from reproduction.errors import UserError, in_one_line
+from reproduction.errors import UserError, as_typed, in_one_line
 from reproduction.machine import local_ranks, usable_cores
 from tokenmixup import HTM, VTM, ManifoldMixup
 from tokenmixup.settings import LARGEST, RULES, Option, built
@@ -176,6 +176,8 @@ class Library(Model):
     architecture: str
     options: dict[str, Any] = Field(default_factory=dict)
     stem: Literal["imagenet", "cifar"]
+    htm_layer: Whole | None = None
+    vtm_layer: Whole | None = None
 
 
 @schema
@@ -469,4 +471,4 @@ def _told(mistake: Any) -> str:
         return text
     if mistake["type"] == "unexpected_keyword_argument":
         text = "unknown key"
-    return f"{key}={in_one_line(str(mistake['input']), 200)}: {text}"
+    return f"{key}={in_one_line(as_typed(mistake['input']), 200)}: {text}"

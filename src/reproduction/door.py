@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +22,8 @@ from typing import Any
 
 from pydantic import WithJsonSchema
 
-from reproduction.errors import OneLineError, UserError, first_line
+from reproduction.errors import OneLineError, UserError, first_line, of_system
+from reproduction.files import lack_behind
 
 OURS = ("reproduction", "tokenmixup")  # packages whose code is that of this revision
 PATH = re.compile(r"(?a)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -110,20 +112,27 @@ class Door:
             raise Refused("is no function")
         return found
 
-    def called(self, chosen: str, options: Mapping[str, Any], *given: Any, **named: Any) -> Any:
-        """Returns what the factory makes of the options; Refused for one that it does not take."""
+    def prepared(
+        self, chosen: str, options: Mapping[str, Any], *given: Any, **named: Any
+    ) -> Callable[[], Any]:
+        """Returns a call of the factory; Refused for an option that it does not take."""
         factory = self.factory(chosen)
+        call = partial(factory, *given, **named, **options)
         try:
             signature = inspect.signature(factory)
         except ValueError:  # of code that is not Python
-            return factory(*given, **named, **options)
+            return call
         try:
             signature.bind(*given, **named, **options)
         except TypeError as error:
             taken = ", ".join([*signature.parameters][len(given) :]) or "none"
             text = str(error).removeprefix("inspect.Signature.bind() ")
             raise Refused(f"{text}; its arguments are {taken}") from error
-        return factory(*given, **named, **options)
+        return call
+
+    def called(self, chosen: str, options: Mapping[str, Any], *given: Any, **named: Any) -> Any:
+        """Returns what the factory makes of the options; Refused for one that it does not take."""
+        return self.prepared(chosen, options, *given, **named)()
 
     def made(self, chosen: str, options: Mapping[str, Any], *given: Any) -> Any:
         """Returns what the factory makes of the options; UserError if it makes nothing."""
@@ -143,5 +152,8 @@ class Door:
         except ModuleNotFoundError as error:
             raise UserError(f"{word}: {error}; {WHERE}") from error
         except Exception as error:  # from any code
+            lack = lack_behind(error)
+            if lack is not None:
+                raise of_system(lack, word) from error
             told = line_of(error) if self.is_own(chosen) else first_line(error)
             raise UserError(f"{word}: {told}") from error

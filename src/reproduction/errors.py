@@ -13,6 +13,7 @@ from typing import Literal, NoReturn, TextIO, TypeVar
 
 from tqdm import tqdm
 
+from reproduction.files import LACKS, LONGEST
 from reproduction.machine import is_first_rank
 
 # Signals that end a run: from a terminal, on preemption, or from a launcher.
@@ -42,6 +43,23 @@ def reason_of(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}"
 
 
+def as_typed(value: object) -> str:
+    """Formats a value as on a command line: null, true, [1,2]."""
+    if value is None:
+        return "null"
+    if isinstance(value, list):
+        return f"[{','.join(map(as_typed, value))}]"
+    if isinstance(value, dict):
+        pairs = [f"{key}: {as_typed(x)}" for key, x in value.items()]
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, float):
+        return str(value)
+    short = f"{value:.10g}"
+    return short if float(short) == value else repr(value)  # two values never look alike
+
+
 class OneLineError(Exception):
     """An error whose message is always one line."""
 
@@ -59,6 +77,22 @@ class UserError(OneLineError):
 
 class PlainError(OneLineError):
     """A failure. The line is sufficient, or a traceback was printed before."""
+
+
+def of_system(error: OSError, key: str = "") -> OneLineError:
+    """An error of the system in one line: a failure if the machine is to blame, else a mistake."""
+    line = reason_of(error)
+    if key:
+        line = f"{key}: {line}"
+    if error.errno in LACKS:
+        return PlainError(line)
+    return UserError(line)
+
+
+def check_name(key: str, path: Path) -> None:
+    """Raises UserError if the name of a file that will be written is too long."""
+    if len(os.fsencode(path.name)) > LONGEST:
+        raise UserError(f"{key}={path}: the name of a file has at most {LONGEST} bytes")
 
 
 class Interrupted(OneLineError):
@@ -95,7 +129,8 @@ def one_line_errors() -> Iterator[None]:
     except OneLineError as error:
         status, line = error.status, str(error)
     except OSError as error:
-        status, line = 2, in_one_line(reason_of(error))
+        told = of_system(error)
+        status, line = told.status, str(told)
     except KeyboardInterrupt as interrupt:
         status, line = 130, str(interrupt) or "interrupted"
     if is_first_rank():

@@ -1,12 +1,53 @@
-"""Files that are the old one or the new one, whatever happens."""
+"""Files that are the old one or the new one, whatever happens; and errors that name theirs."""
 
 import errno
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+# What a machine may lack or lose, and no word or file of a user is to blame for.
+LACKS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EIO,
+    errno.ESTALE,
+}
+LONGEST = 255  # bytes of a name
+
+
+def lack_behind(error: BaseException, outside: BaseException | None = None) -> OSError | None:
+    """Returns the error of LACKS that has led to another one, which may hide it.
+
+    Not that of `outside`, which was handled before.
+    """
+    cause: BaseException | None = error
+    while cause is not None and cause is not outside:
+        if isinstance(cause, OSError) and cause.errno in LACKS:
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Lets an error of the system name `path`, also if a library has made another one of it."""
+    outside = sys.exception()
+    try:
+        yield
+    except Exception as error:
+        system = lack_behind(error, outside) or error
+        if not isinstance(system, OSError) or system.errno is None:
+            raise
+        raise OSError(system.errno, os.strerror(system.errno), str(path)) from error
 
 
 @contextmanager
@@ -16,14 +57,21 @@ def replacing(path: Path) -> Iterator[Path]:
     After a loss of power `path` is the old file or the new one. Processes that write the same
     file do not disturb each other: the last one counts.
     """
-    temporary = path.with_name(f".{path.name}.{_host()}-{os.getpid()}.tmp")
-    try:
-        yield temporary
-        flush(temporary)
-        os.replace(temporary, path)
-        flush(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    tail = f".{_host()}-{os.getpid()}.tmp"
+    temporary = path.with_name(cut(f".{path.name}", LONGEST - len(tail)) + tail)
+    with naming(path):
+        try:
+            yield temporary
+            flush(temporary)
+            os.replace(temporary, path)
+            flush(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def cut(name: str, longest: int) -> str:
+    """Returns as much of a name as fits into so many bytes."""
+    return os.fsencode(name)[:longest].decode(errors="ignore")
 
 
 def write_text(path: Path, text: str) -> None:

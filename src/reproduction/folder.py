@@ -29,8 +29,8 @@ import yaml
 from filelock import FileLock, Timeout
 
 from reproduction.config import Config
-from reproduction.errors import UserError, reason_of, warn
-from reproduction.files import flush, is_left_over, write_text
+from reproduction.errors import OneLineError, UserError, of_system, warn
+from reproduction.files import flush, is_left_over, naming, write_text
 from reproduction.identity import changes, run_hash, saved
 from reproduction.machine import is_first_rank, launched_ranks
 
@@ -273,7 +273,7 @@ class RunFolder:
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Appends a line; a part that a full disk leaves of it is cut off on a resume."""
-        with self.metrics_path.open("a") as file:
+        with naming(self.metrics_path), self.metrics_path.open("a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
     def flush_metrics(self) -> int:
@@ -381,11 +381,14 @@ def _warn_once(text: str) -> None:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Names the file that cannot be read or does not hold what it should, in a UserError."""
+    """Names the file that cannot be read or does not hold what it should, in a OneLineError."""
     try:
-        yield
-    except Exception as error:  # of the system, of YAML and JSON, of the schema
-        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+        with naming(path):
+            yield
+    except OSError as error:
+        raise of_system(error) from error
+    except Exception as error:  # of YAML and JSON, of the schema
+        raise UserError(f"{path}: {error}") from error
 
 
 def find(config: Config) -> list[RunFolder]:
@@ -405,7 +408,7 @@ def _progress(folder: RunFolder) -> tuple[bool, int, bool]:
     """
     try:
         summary = folder.read_summary()
-    except UserError:
+    except OneLineError:
         return False, 0, False
     is_original = summary.get("name") == folder.path.name
     return summary.get("status") == "finished", folder.metrics_size(), is_original
@@ -450,7 +453,7 @@ def hold(folder: RunFolder) -> Iterator[None]:
         holder = path.read_text().strip() or "another process"
         raise UserError(f"name={folder.path.name}: {holder} is training {folder.path}") from None
     except OSError as error:
-        raise UserError(f"output_root={folder.path.parent}: {reason_of(error)}") from error
+        raise of_system(error, f"output_root={folder.path.parent}") from error
     try:
         folder.remove_left_over()
         yield

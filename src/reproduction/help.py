@@ -4,18 +4,22 @@ import re
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
 import yaml
 from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import (
+    InterpolationToMissingValueError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 from pydantic import TypeAdapter
 
 from reproduction.config import CONF_DIR, Command, Config, HTMByName
-from reproduction.errors import OneLineError, UserError
+from reproduction.errors import OneLineError, UserError, as_typed
 from reproduction.identity import flat
 from tokenmixup import VTM, ManifoldMixup
 from tokenmixup.settings import allowed_of
@@ -41,10 +45,16 @@ def options_of(group: str) -> list[str]:
     return sorted(str(x.relative_to(folder).with_suffix("")) for x in folder.rglob("*.yaml"))
 
 
-def help_text(config: Config) -> str:
-    """Says what is allowed for each key, with its value."""
-    values = dict(flat(asdict(config)))
-    texts = allowed(config.model.family)
+def help_text(tree: DictConfig) -> str:
+    """Says what is allowed for each key, with its value in a tree, in which some may be missing."""
+    values = {}
+    raw: Any = OmegaConf.to_container(tree, resolve=False)
+    for key, _ in flat(raw):
+        try:
+            values[key] = as_typed(OmegaConf.select(tree, key, default=MISSING))
+        except OmegaConfBaseException:  # stands for a value that is missing
+            values[key] = MISSING
+    texts = allowed(tree.model.family)
     width = max(map(len, texts))
     lines = []
     for name, text in texts.items():
@@ -127,19 +137,25 @@ def _told(error: Exception, words: Sequence[str]) -> str:
     plugin = re.search(r"'(hydra/(?:launcher|sweeper))/(\w+)'", message)
     if plugin is not None:
         return f"{plugin[1]}={plugin[2]}: is not installed; docs/studies.md names its package"
-    missing = re.search(r"'(\w+)/([^']*)'", message)  # 'GROUP/OPTION'
-    if missing is not None:
-        options = options_of(missing[1])
-        near = _nearest(missing[2], options)
+    option = re.search(r"'(\w+)/([^']*)'", message)  # 'GROUP/OPTION'
+    if option is not None:
+        options = options_of(option[1])
+        near = _nearest(option[2], options)
         message = f"{message.rstrip('.')}{near}; allowed: {', '.join(options)}"
     typed = {key_of(word): word for word in words}
     named = getattr(cause, "full_key", None)
+    if isinstance(cause, MissingMandatoryValue | InterpolationToMissingValueError):
+        missing = message.rpartition("Missing mandatory value: ")[2]
+        if "." not in missing:
+            missing = named
+        return f"{missing}: must be set; --help lists what is allowed"
     if named:
         key = next((key for key in typed if key.startswith(named)), named)
         if isinstance(cause, AttributeError | KeyError):
             message = _no_such(key)
         return f"{typed.get(key, key)}: {message}"
-    if words and not any(key in message for key in typed):
+    is_of_a_file = message.startswith("In '")
+    if words and not is_of_a_file and not any(key in message for key in typed):
         return f"{' '.join(words)}: {message}"
     return message
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from reproduction.config import SOURCES, Command, Config, door_of, validated
 from reproduction.door import Door, file_of
-from reproduction.errors import UserError
+from reproduction.errors import UserError, as_typed
 
 # Keys that do not change a result, and so not the identity of a run.
 NOT_RESULT = (
@@ -57,6 +57,8 @@ COUNTED_DEFAULTS = {  # of keys that are in the hash of every run
 FIRST_DEFAULTS: dict[str, Any] = {
     "recipe.drop_last": False,
     "recipe.loss": "cross_entropy",
+    "model.htm_layer": None,
+    "model.vtm_layer": None,
 }
 
 
@@ -201,7 +203,7 @@ def changes(ours: Config, theirs: Config) -> list[str]:
     one = settings(ours)
     other = settings(theirs)
     return [
-        f"{key}={one.get(key)} instead of {other.get(key)}"
+        f"{key}={as_typed(one.get(key))} instead of {as_typed(other.get(key))}"
         for key in sorted(one | other)
         if one.get(key) != other.get(key)
     ]

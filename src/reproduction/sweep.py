@@ -330,13 +330,14 @@ class Checks:
 
 def lack_of(dataset: Dataset) -> str | None:
     """What this machine lacks of a data set: the folder of its images, or a module."""
-    from reproduction.data.sources import opened  # imports torch
+    from reproduction.data.sources import check_source, opened  # imports torch
 
-    if dataset.root is not None:
-        place = Path(dataset.root, PLACES.get(dataset.source, ""))
-        if not place.exists():
-            return f"dataset.root={dataset.root}: {dataset.name} is not here"
     try:
+        check_source(dataset)
+        if dataset.root is not None:
+            place = Path(dataset.root, PLACES.get(dataset.source, ""))
+            if not place.exists():
+                return f"dataset.root={dataset.root}: {dataset.name} is not here"
         opened(dataset)
     except UserError as error:
         if isinstance(error.__cause__, ModuleNotFoundError):

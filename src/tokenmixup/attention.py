@@ -16,6 +16,7 @@ HALF = (torch.float16, torch.bfloat16)
 # What the kernel holds of one head's keys: 64 KiB. In elements, keys x width, each of them rounded
 # up to a power of two
 HELD_KEYS = 2**15
+WHOLE = 2**26  # weights of a map that is formed as a whole: 256 MiB in float32
 
 
 @dataclass
@@ -62,11 +63,27 @@ class AttentionMap:
 
     def received(self, queries: int | None = None) -> Tensor:
         """Returns what each key receives, `b .. k`: the mean over heads and queries."""
-        if self.q is not None and self.k is not None and self.mask is None:
-            q = self.q[..., :queries, :]
-            if _has_kernel(q, self.k):
-                return received_on_device(q, self.k, self.scale)
-        return self.probabilities(queries).mean(dim=(1, -2))
+        if self.q is None or self.k is None:
+            return self.probabilities(queries).mean(dim=(1, -2))
+        q = self.q[..., :queries, :]
+        if self.mask is None and _has_kernel(q, self.k):
+            return received_on_device(q, self.k, self.scale)
+        if q.ndim != 4 or q.shape[:3].numel() * self.k.shape[2] <= WHOLE:
+            return self.probabilities(queries).mean(dim=(1, -2))
+        received = q.new_zeros((), dtype=torch.float32)
+        for head in range(q.shape[1]):  # the map of one at a time
+            received = received + self._head(head).probabilities(queries).mean(dim=(1, -2))
+        return received / q.shape[1]
+
+    def _head(self, index: int) -> "AttentionMap":
+        """Returns the map of one head, `b 1 q k`."""
+        assert self.q is not None and self.k is not None
+        of_keys = index * self.k.shape[1] // self.q.shape[1]  # heads share their keys
+        q, k = self.q[:, index : index + 1], self.k[:, of_keys : of_keys + 1]
+        mask = self.mask
+        if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
+            mask = mask[:, index : index + 1]
+        return AttentionMap(q, k, mask, self.scale)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:

@@ -1,9 +1,9 @@
 """Finished runs that were never trained: copies of one with other settings and results."""
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,8 @@ def write(
     best = {"top1_best": top1 + 0.5, "top1_median10": top1}
     written = model.summary | {"log": log, "seed": seed} | best | summary
     del written["run_hash"]  # as of a revision that recorded none
-    (folder / "summary.json").write_text(json.dumps(written))
     if age is not None:
-        time = 1_000_000 + age
-        os.utime(folder / "summary.json", (time, time))
+        began = datetime.fromtimestamp(1_000_000 + age, UTC).isoformat()
+        written["starts"] = [start | {"began": began} for start in written["starts"]]
+    (folder / "summary.json").write_text(json.dumps(written))
     return folder

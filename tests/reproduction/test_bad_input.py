@@ -17,6 +17,7 @@ from tests.doors import (
     SMALL,
     Run,
     assert_refused,
+    assert_succeeded,
     evaluate,
     eventually,
     runs,
@@ -136,6 +137,26 @@ def test_help_says_what_is_allowed_for_every_key(here: Path, model: str):
     assert not snapshot()
 
 
+@pytest.mark.parametrize("choice", ["dataset=custom", "model=timm", "dataset=image_folder"])
+def test_help_does_not_need_what_must_be_set(here: Path, choice: str):
+    result = train("--help", choice)
+    assert_succeeded(result)
+    shown = re.findall(r"^([\w.]+) .* \[(.+)\]$", result.out, re.MULTILINE)
+    values = dict(shown)
+    assert values["dataset.root"] == "null"
+    assert values["compile"] == "false"
+    assert "None" not in values.values()
+    missing = {key for key, value in values.items() if value == "???"}
+    assert (
+        missing
+        == {
+            "dataset=custom": {"dataset.source"},
+            "model=timm": {"model.architecture", "model.name"},
+            "dataset=image_folder": set(),
+        }[choice]
+    )
+
+
 def keys_of(tree: dict[str, Any], prefix: str = "") -> list[str]:
     found: list[str] = []
     for key, value in tree.items():
@@ -144,6 +165,55 @@ def keys_of(tree: dict[str, Any], prefix: str = "") -> list[str]:
         else:
             found.append(f"{prefix}{key}")
     return found
+
+
+GLOBAL = b"# @package _global_\n"
+CONTENTS = {  # of a file of YAML -> what is said of it
+    b"recipe:\n\tlr: 3\n": "line 3, `lr: 3`: a tab",
+    b"recipe: {lr: 1,\n  lr: 2}\n": "line 3, `lr: 2}`: lr stands here twice",
+    b"# caf\xe9\nseed: 3\n": "line 2: is no UTF-8 text",
+    b"seed: [1\n": "line 3, `the end`: expected ',' or ']'",
+    b"seed: 3\0\n": "line 2: a character that no text has",
+    b"- seed\n": "",
+    b"seed": "",
+}
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_a_file_of_yaml_is_refused_by_its_name_and_line(here: Path, content: bytes):
+    path = here / "my" / "experiment" / "x.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(GLOBAL + content)
+    told = f"{path}{', ' * bool(CONTENTS[content])}{CONTENTS[content]}"
+    words = ("--config-dir", "my", "experiment=x", "dry_run=1")
+    assert_refused(train(words), told)
+    assert_refused(train("-m", words, "seed=0,1"), told)
+    assert_refused(doors.script("reproduce", str(path), "dry_run=1"), told)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(here: Path):
+    path = here / "my" / "experiment" / "x.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"\xef\xbb\xbf" + GLOBAL + b"seed: 3\n")
+    assert "-s3-" in train("--config-dir", "my", "experiment=x", "dry_run=1").out
+
+
+@pytest.mark.parametrize("group", ["experiment", "of_mine"])
+@pytest.mark.parametrize("head", ["", "# mine\n# @package _global_\n"])
+def test_a_forgotten_package_is_named(here: Path, group: str, head: str):
+    path = here / "my" / group / "x.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(f"{head}seed: 3\n")
+    told = f"{path}: must begin with the line `# @package _global_`"
+    assert_refused(train("--config-dir", "my", f"+{group}=x", "dry_run=1"), told)
+
+
+def test_what_a_file_names_is_not_blamed_on_the_words(here: Path):
+    path = here / "my" / "experiment" / "x.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(GLOBAL + b"defaults:\n  - override /recipe: nix\n")
+    result = train("--config-dir", "my", "experiment=x", "dry_run=1")
+    assert_refused(result, "train.py: In 'train': Could not find 'recipe/nix'; allowed: ")
 
 
 FILES_OF_KEYS = ["augmentation/*", "dataset/*", "logger/*", "model/*", "recipe/*", "train"]

@@ -2,9 +2,16 @@
 
 import ctypes
 import gc
+import os
+import resource
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing import connection
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +28,9 @@ from tests.doors import (
     assert_refused,
     assert_succeeded,
     ended,
+    evaluate,
     eventually,
+    files_end_at,
     planted,
     script,
     started,
@@ -135,6 +144,20 @@ def _largest(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
+def _broadcast(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    value: Any = "of the first"
+    if rank > 0:
+        value = lambda: "cannot be sent"  # noqa: E731
+    assert World(rank, 2, torch.device("cpu")).broadcast(value) == "of the first"
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_what_the_first_rank_broadcasts_is_all_that_is_sent(here: Path):
+    mp.spawn(_broadcast, (str(here / "store"),), nprocs=2)
+
+
 @pytest.mark.slow
 def test_nan_of_one_rank_is_nan_on_all(here: Path):
     mp.spawn(_largest, (str(here / "store"),), nprocs=2)
@@ -193,3 +216,73 @@ def test_a_run_that_another_user_has_closed_is_a_row_of_the_table(here: Path):
         again = train(ONE, "name=closed", "resume=auto")
     assert_succeeded(table, "1 finished", "closed", "unusable", "Permission denied")
     assert_refused(again, "Permission denied")
+
+
+def test_a_full_disk_is_a_failure_that_names_the_file(here: Path):
+    """Also where torch.save has made another error of the system's: it does at some sizes."""
+    whole = trained(ONE, root="whole").path / "checkpoints"
+    smallest = (whole / "best.safetensors").stat().st_size
+    largest = (whole / "last.pt").stat().st_size
+    for part in range(1, 8):
+        with files_end_at(smallest + part * (largest - smallest) // 8):
+            result = train(ONE, f"output_root={part}")
+        assert_refused(result, f"{part}/mine/checkpoints/last.pt: File too large", status=1)
+    with files_end_at(100):
+        result = evaluate("run=whole/mine", "device=cpu")
+        assert_refused(result, "whole/mine/evaluation-last.json: File too large", status=1)
+        assert "top-1" in result.out
+    with files_end_at(3000):
+        result = evaluate("run=whole/mine", "device=cpu", "predictions=p.csv")
+        assert_refused(result, "p.csv: File too large", status=1)
+    assert Run("whole/mine").evaluation()["images"] == 60
+
+
+def test_the_name_of_an_output_is_refused_before_the_work_or_written(here: Path):
+    trained(ONE)
+    ours = ("run=outputs/mine", "device=cpu")
+    for length in (251, 252, 300):
+        name = f"{'p' * length}.csv"
+        result = evaluate(ours, f"predictions={name}")
+        if length > 251:
+            assert_refused(result, f"predictions={name}: the name of a file has at most 255 bytes")
+            assert result.out == ""
+        else:
+            assert_succeeded(result, name)
+            assert Path(name).exists()
+    weights = Path(f"{'w' * 251}.st")
+    weights.write_bytes(Path("outputs/mine/checkpoints/best.safetensors").read_bytes())
+    words = (f"checkpoint={weights}", "model.embed_dim=16", "dataset.eval_limit=60", "device=cpu")
+    assert_succeeded(evaluate(words, "predictions=mine.csv"), "written to")
+    names = sorted(path.name[-14:] for path in Path("outputs/evaluations").iterdir())
+    assert "-confusion.csv" in names
+    assert_refused(script("runs", "outputs", "--csv", "c" * 256), "at most 255 bytes")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("soft", "hard"), [(30, 30), (30, 120)])
+def test_a_limit_of_open_files_is_raised_or_told_in_one_line(here: Path, soft: int, hard: int):
+    limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+    words = (ONE, "dataset.workers=2", "recipe.max_steps=2")
+    with started(words, preexec_fn=limit) as process:
+        result = ended(process)
+    if hard == soft:
+        assert_refused(result, "dataset.workers=2: needs 96 open files, the limit is 30", status=1)
+    else:
+        assert_succeeded(result)
+        assert result.err == ""
+
+
+def test_a_stop_while_images_are_handed_over_is_told_in_one_line(here: Path):
+    """A worker's server of file descriptors would print that its client is gone."""
+    ours = os.getpid()
+    answer = connection.answer_challenge
+
+    def interrupted(*handshake: Any) -> None:
+        if os.getpid() == ours:
+            os.kill(ours, signal.SIGINT)
+        answer(*handshake)
+
+    for _ in range(3):
+        with mock.patch.object(connection, "answer_challenge", interrupted):
+            result = train(ONE, "dataset.workers=2", "resume=auto")
+        assert_refused(result, "interrupted; outputs/mine is kept", status=130)

@@ -69,6 +69,8 @@ OTHER: dict[str, Any] = {  # valid values where a number or a flag cannot just b
     "model.pretrained": "x",
     "model.mlp_drop_rate": 0.1,
     "model.package": "torchvision",
+    "model.htm_layer": 7,
+    "model.vtm_layer": 7,
     "model.stem": "cifar",
     "dataset.root": "x",
     "dataset.mean": [0.1, 0.2, 0.3],

@@ -211,7 +211,7 @@ def test_a_report_that_cannot_be_made_is_refused_in_a_line(command: str):
     assert_refused(script(*command.split()), WRONG[command])
 
 
-DRAWN = ("accuracy", "mixed_samples", "mixed_pairs", "saliency")
+DRAWN = ("accuracy", "mixed_samples", "mixed_pairs", "memory", "saliency")
 MIXING = ("augmentation=[htm]", "augmentation.htm.tau=inf", "augmentation.htm.rho=0")
 
 
@@ -221,8 +221,9 @@ def pictures_of(run: Run) -> dict[str, bytes]:
 
 
 def test_a_run_draws_its_pictures_byte_for_byte_again(drawn_texts: dict[str, list[str]]):
-    run = trained(SMALL, MIXING, name="one", draws=True)
-    other = trained(SMALL, MIXING, name="other", draws=True)
+    words = (SMALL, MIXING, "augmentation=[htm,vtm]")
+    run = trained(words, name="one", draws=True)
+    other = trained(words, name="other", draws=True)
     pictures = pictures_of(run)
     assert pictures == pictures_of(other)
     names = [f"{name}.png" for name in DRAWN] + [f"{name}.pdf" for name in DRAWN]
@@ -235,13 +236,21 @@ def test_a_run_draws_its_pictures_byte_for_byte_again(drawn_texts: dict[str, lis
     assert "2" in texts
     assert "1.2" not in texts
     assert "1.4" not in texts
-    assert any(text.startswith("mixed: ") for text in drawn_texts["mixed_pairs"])
+    replaced = re.findall(r"mixed: (\d+) of 64 tokens", " ".join(drawn_texts["mixed_pairs"]))
+    titles = " ".join(drawn_texts["mixed_pairs"])
+    assert titles.index("median of mixed") < titles.index("most mixed")
+    assert int(replaced[0]) <= int(replaced[1])
+    assert [x for x in drawn_texts["memory"] if "block" in x] == ["into block 0"]
     nats = re.findall(r"entropy ([\d.]+) nats", " ".join(drawn_texts["saliency"]))
     assert len(nats) == 2  # HTM is at the last block
     for entropy in nats:
         assert 0 < float(entropy) <= 4.16
     page = (run.path / "report.md").read_text()
     assert page.startswith("# one\n")
+    assert "full rollout" not in page
+    assert "HTM gives easy samples of a batch" in page
+    assert "VTM lets a block attend to its own tokens and" in page
+    assert "it can lie above the other loss" in page
     top1 = run.summary["top1_last"]
     assert f"top-1 {top1:.2f} %" in page
     for name in DRAWN:
@@ -255,6 +264,22 @@ def test_a_report_says_why_a_picture_is_missing(here: Path):
     assert "mixed_pairs.png is not drawn: the trained model mixes none of" in page
     assert "](saliency.png)" in page
     assert not (run.path / "mixed_pairs.png").exists()
+
+
+def test_of_few_classes_no_top_5_is_told(here: Path):
+    """It would be 100 %."""
+    root = write_images(here / "images", ["a", "b", "c"], train=8, held_out=4)
+    words = (SHORT, "dataset=image_folder", f"dataset.root={root}", "augmentation=[vtm]")
+    run = trained(words, "recipe.max_steps=1", draws=True)
+    told = [(run.path / "report.md").read_text()]
+    told.append(evaluate("run=outputs/mine", "predictions=x.csv").out)
+    told.append(script("runs", "outputs").out)
+    told += [path.read_text() for path in run.path.glob("evaluation-last-classes.csv")]
+    for text in told:
+        assert "top" in text
+        assert "top-5" not in text
+        assert "top5" not in text
+    assert (run.path / "memory.png").stat().st_size > 5_000  # without HTM too
 
 
 def test_class_names_may_hold_anything(here: Path):

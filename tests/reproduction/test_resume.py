@@ -3,7 +3,6 @@
 The runs read the images of tests/images.py, which let something happen at a chosen image.
 """
 
-import resource
 import shutil
 import signal
 from itertools import count
@@ -27,6 +26,7 @@ from tests.doors import (
     assert_same_lines,
     assert_succeeded,
     evaluate,
+    files_end_at,
     line_of,
     planted,
     same,
@@ -349,12 +349,8 @@ def test_a_full_disk_ends_a_run_in_one_line_and_it_resumes(here: Path, whole: Ru
     """Files end at 64 KiB: checkpoints are larger, metrics and messages are not."""
     with disturbed("SIGTERM", at=45):
         assert train(BY_STEPS).status == 130
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
-    try:
+    with files_end_at(2**16):
         result = train(BY_STEPS)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert_refused(result, "File too large", "outputs/mine", status=1)
     ends_as(whole, BY_STEPS)
 

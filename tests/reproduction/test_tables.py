@@ -112,20 +112,24 @@ def test_rows_have_the_paired_statistics_of_their_seeds(model: Run):
 
 
 @pytest.mark.parametrize(
-    ("ours", "pairs", "difference"),
+    ("ours", "pairs", "difference", "told"),
     [
-        ({0: 1.0, 1: 2.0}, 2, -1.5),
-        ({5: 1.0}, 0, np.nan),
-        ({0: 2.0, 1: 4.0, 2: 9.0}, 3, 0.0),
-        ({0: 3.0, 1: 5.0, 2: 10.0}, 3, 1.0),
+        ({0: 1.0, 1: 2.0}, 2, -1.5, "needs 3 pairs"),
+        ({5: 1.0}, 0, np.nan, None),
+        ({0: 2.0, 1: 4.0, 2: 9.0}, 3, 0.0, "equal differences"),
+        ({0: 3.0, 1: 5.0, 2: 10.0}, 3, 1.0, "equal differences"),
     ],
     ids=["two pairs", "none", "equal values", "equal differences"],
 )
 def test_no_test_of_fewer_than_three_pairs_or_of_equal_differences(
-    model: Run, ours: dict[int, float], pairs: int, difference: float
+    model: Run, ours: dict[int, float], pairs: int, difference: float, told: str | None
 ):
+    """The cells say why there is none."""
     several(model, {1.0: {0: 2.0, 1: 4.0, 2: 9.0}, 2.0: ours})
-    numbers, _ = table("--against", "tau=1")
+    numbers, text = table("--against", "tau=1")
+    titles, _, row_of_ours = cells(text)
+    shown = dict(zip(titles, row_of_ours, strict=True))
+    assert [shown.get(x) for x in ("95 % interval", "p", "p (Holm)")] == [told] * 3
     row = numbers[numbers.tau == 2].iloc[0]
     assert row.pairs == pairs
     assert row.difference == pytest.approx(difference, nan_ok=True)
@@ -137,6 +141,7 @@ def test_the_newest_finished_run_of_a_seed_counts_and_the_others_are_named(model
     write(model, "new", {}, age=1, top1_last=60.0)
     failure = {"status": "failed", "error": "CUDA | out\nof memory"}
     write(model, "failed", {}, age=2, top1_last=99.0, **failure)
+    os.utime("outputs/old/summary.json", (2e9, 2e9))  # copied, or of a clock that was wrong
     write(model, "open", {}, seed=1, status="failed", error="step 3: the loss is nan")
     write(model, "broken", {}, seed=2, top5_last="high")
     Path("outputs/notes").mkdir()  # holds no run
@@ -411,6 +416,27 @@ def test_a_quoted_row_is_not_counted_as_one_without_a_run():
     assert_succeeded(script("report", "--study", "mine.yaml", "--seeds", "1"))
     text = newest("mine-*.md").read_text()
     assert "rows without a finished run: 1" in text
+
+
+@pytest.mark.parametrize("change", ["scale=smoke", "recipe.weight_decay=0.1"])
+def test_runs_that_a_study_does_not_name_stand_beside_no_printed_value(change: str):
+    """The terminal and the file warn, and name the data that were used."""
+    same = PRINTED.replace("quoted:", "  d: {overrides: [recipe.log_every=7], row: again}\nquoted:")
+    Path("mine.yaml").write_text(same.replace("title: Printed", "title: On CIFAR"))
+    result = script("reproduce", "mine.yaml", "seeds=1", change)
+    assert_succeeded(result)
+    is_smoke = change == "scale=smoke"
+    root = Path("outputs/smoke/report" if is_smoke else "outputs/report")
+    text = max(root.glob("mine-*.md"), key=os.path.getmtime).read_text()
+    numbers = pd.read_csv(max(root.glob("mine-*.csv"), key=os.path.getmtime))
+    assert numbers.printed.isna().all()
+    assert numbers.printed_difference.isna().all()
+    for shown in (text, result.out):
+        assert "WARNING: these runs are not those that the study names" in shown
+        assert ("On CIFAR (here digits, at smoke scale)" in shown) == is_smoke
+        assert "paper [%]" not in shown
+        assert "again (the run of a)" in shown
+        assert " 0.0 " not in shown
 
 
 def test_a_printed_accuracy_stands_beside_the_test_set_alone():

@@ -91,3 +91,13 @@ def test_a_file_of_a_study_is_read_as_typed(here: Path):
     assert "mine/no" in result.out
     Path("mine.yaml").write_text(f"{text}title: twice\n")
     assert "title" in script("reproduce", "mine.yaml", "dry_run=1").err
+
+
+@pytest.mark.parametrize("group", ["logger.wandb", "dataset.options", "model.options"])
+def test_a_key_that_the_schema_does_not_know_keeps_its_text(group: str):
+    for text, value in (("2026_11", "2026_11"), ("1_0", "1_0"), ("10", 10), ("1e3", 1000.0)):
+        tree = value_of(f"+{group}.key={text}")
+        for name in group.split(".")[1:]:
+            tree = tree[name]
+        assert tree == {"key": value}
+    assert value_of("seed=1_0") == 10  # by Hydra's grammar

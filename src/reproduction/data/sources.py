@@ -11,7 +11,7 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache, partial
 from hashlib import sha256
@@ -21,15 +21,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from filelock import FileLock
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
+from torchvision.datasets.utils import check_integrity
 
 from reproduction.config import DATA, Dataset
 from reproduction.data.halves import Data, Half, Items, read_all
 from reproduction.data.images import ENDINGS, is_hidden, read
 from reproduction.door import Refused
 from reproduction.errors import UserError, first_line, hide_warnings
+from reproduction.files import lack_behind
 
 HELD_OUT_DIGITS = 360  # of 1,797, stratified
 
@@ -56,19 +56,41 @@ def opened(dataset: Dataset) -> Data:
     return data._replace(remarks=(*data.remarks, *_not_evaluated(data)))
 
 
+def check_source(dataset: Dataset) -> None:
+    """Raises UserError if the function of a data set is not there, or takes other arguments."""
+    _prepared(dataset.source, dataset.root, json.dumps(dataset.options, sort_keys=True))
+
+
 @lru_cache(maxsize=1)
 def _call_source(source: str, root: str | None, options: str) -> Data:
     """Calls the function of a data set; the last result serves all points of a sweep."""
+    function = _prepared(source, root, options)
+    with DATA.refusing(source, _word(source, root, options)):
+        return _labelled([*function()])
+
+
+def _prepared(source: str, root: str | None, options: str) -> Callable[[], Any]:
+    """Returns the function of a data set with its arguments."""
     arguments = json.loads(options)
-    if root is not None:
-        arguments["root"] = root
-    word = ""  # the key that is probably wrong, if anything is
-    if not DATA.is_own(source):
-        word = f"dataset.root={root or 'null'}"
-        if arguments.keys() - {"root"}:
-            word = f"dataset.options={options}"
-    with DATA.refusing(source, word):
-        return _labelled([*DATA.called(source, arguments)])
+    with DATA.refusing(source, _word(source, root, options)):
+        if root is None:
+            return DATA.prepared(source, arguments)
+        try:
+            return DATA.prepared(source, {**arguments, "root": root})
+        except Refused as error:
+            DATA.prepared(source, arguments)  # which names what else is wrong
+            name = getattr(DATA.factory(source), "__name__", source)
+            must = "dataset=image_folder reads images of one"
+            raise Refused(f"{name} reads no folder; {must}") from error
+
+
+def _word(source: str, root: str | None, options: str) -> str:
+    """Returns the word that is probably wrong, if anything is; of code from elsewhere, its own."""
+    if DATA.is_own(source):
+        return ""
+    if json.loads(options).keys() - {"root"}:
+        return f"dataset.options={options}"
+    return f"dataset.root={root or 'null'}"
 
 
 def _labelled(parts: list[Items]) -> Data:
@@ -165,6 +187,8 @@ def _limited(key: str, half: Half, limit: int | None) -> Half:
 
 def _with_validation(data: Data, ratio: float, seed: int) -> Data:
     """Sets a stratified part of the training images apart, both parts in their order."""
+    from sklearn.model_selection import train_test_split  # takes a second to import
+
     half = data.train
     try:
         if data.validation is not None:
@@ -292,6 +316,9 @@ def unlabelled(folder: Path, classes: list[str]) -> Data:
 
 def digits() -> list[Items]:
     """Returns scikit-learn's digits: 1,437 images of 8x8 pixels, and 360 held out."""
+    from sklearn.datasets import load_digits  # takes a second to import
+    from sklearn.model_selection import train_test_split
+
     bunch = load_digits()
     images = np.round(bunch.images * 255 / 16).astype(np.uint8)  # 16 levels of ink
     parts = train_test_split(
@@ -310,8 +337,23 @@ def _cifar(kind: type[CIFAR10], root: str) -> list[CIFAR10]:
             with FileLock(Path(root, f".{kind.filename}.lock")):
                 return [kind(root, train=is_train, download=True) for is_train in (True, False)]
         except Exception as error:  # of any library
+            lack = lack_behind(error)
+            if lack is not None:
+                raise lack from error
             put = f"put {kind.url} (MD5 {kind.tgz_md5}, not unpacked) into {os.path.abspath(root)}"
-            raise OSError(f"no download ({first_line(error)}); {put}") from error
+            here = _what_is_here(kind, Path(root))
+            raise Refused(f"{here} no download ({first_line(error)}); {put}".lstrip()) from error
+
+
+def _what_is_here(kind: type[CIFAR10], root: Path) -> str:
+    """Says what is wrong with the files of CIFAR that are here, if any are."""
+    folder = root / kind.base_folder
+    if not folder.is_dir():
+        deeper = [path for path in root.glob(f"*/{kind.base_folder}") if path.is_dir()]
+        return f"the files are in {deeper[0].parent}, which may be the root;" if deeper else ""
+    sums = [*kind.train_list, *kind.test_list]
+    bad = [name for name, md5 in sums if not check_integrity(folder / name, md5)]
+    return f"{folder}: damaged or missing: {', '.join(bad)};" if bad else ""
 
 
 cifar10 = partial(_cifar, CIFAR10)

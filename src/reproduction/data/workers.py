@@ -2,7 +2,9 @@
 
 import multiprocessing
 import os
+import resource
 import signal
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,10 +18,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from reproduction.data.halves import Half
-from reproduction.errors import STOP_SIGNALS, OneLineError, UserError
+from reproduction.errors import STOP_SIGNALS, OneLineError, PlainError, UserError
 
 # The name of a socket has at most 107 bytes; this is what multiprocessing adds to TMPDIR.
 LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
+# Open files of a process, and more for each of its workers: of three loaders the pipes, batches on
+# their way, and sockets that hand them over.
+FILES, FILES_OF_A_WORKER = 32, 32
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108
 
 
@@ -75,6 +80,7 @@ class Loader:
         self.half = images.half
         self.unreadable: dict[int, str] = {}
         if workers > 0:
+            _check_limit_of_files(workers)
             _end_workers_at_exit()
             _choose_socket_folder()
         self._loader: Any = DataLoader(
@@ -85,7 +91,7 @@ class Loader:
             multiprocessing_context=Workers() if workers else None,
             persistent_workers=workers > 0,
             pin_memory=pin,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=_begin_worker,
             generator=torch.Generator(),  # worker seeds must not draw from dropout's generator
         )
 
@@ -133,10 +139,33 @@ def collated(examples: list[Example]) -> Batch:
     return Batch(images, classes, unreadable)
 
 
-def _ignore_signals(worker: int) -> None:
-    """Keeps a worker running until its parent ends it, if a signal reaches the process group."""
+def _check_limit_of_files(workers: int) -> None:
+    """Raises PlainError if this process may not open the files of a loader's workers.
+
+    A worker that cannot hand over its images would print tracebacks, or let the run wait forever.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = FILES + FILES_OF_A_WORKER * workers
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        if needed > allowed:
+            rule = f"needs {needed} open files, the limit is {hard}; raise it by `ulimit -n`"
+            raise PlainError(f"dataset.workers={workers}: {rule}, or lower dataset.workers")
+
+
+def _begin_worker(worker: int) -> None:
+    """Keeps a worker running until its parent ends it, if a signal reaches the process group.
+
+    Its thread that hands over images says nothing if the parent, which stops, does not take them.
+    """
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
+    sys.excepthook = _say_nothing
+
+
+def _say_nothing(*error: Any) -> None:
+    """As an excepthook: hides errors that end no process."""
 
 
 @cache

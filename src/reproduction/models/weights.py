@@ -19,7 +19,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from reproduction.errors import UserError, first_line, warn
+from reproduction.errors import UserError, first_line, of_system, warn
+from reproduction.files import lack_behind
 from reproduction.machine import is_first_rank
 from reproduction.models.names import State, convert_names
 
@@ -53,6 +54,9 @@ def read_file(origin: str, path: Path) -> Any:
     try:
         return _content(path)
     except Exception as error:  # torch, safetensors and zipfile raise many types
+        lack = lack_behind(error)
+        if lack is not None:
+            raise of_system(lack, origin) from error
         raise UserError(f"{origin}: not readable: {_reason(error)}") from error
 
 

@@ -30,25 +30,16 @@ MOST_NAMES = 30  # classes of a confusion matrix; more are numbered by the axis
 MOST_COUNTS = 15  # classes whose cells hold their counts
 LONGEST_CLASS = 16  # characters of a class name
 DPI = 150
-CAPTIONS = {  # of the pictures of a run
-    "accuracy.png": "Top-1 and loss on the images that the axis names, and training loss.",
-    "mixed_samples.png": (
-        "The mean difficulty of a batch (line and band: quantiles 5, 50 and 95 % of the batches of "
-        "an epoch); easy samples and those of them in which HTM has replaced a token, mixed ones; "
-        "the tokens replaced in each mixed sample (dots: batches, lines: running means)."
-    ),
-    "mixed_pairs.png": (
-        "Mixed pairs of the trained model at HTM's first block, on images without augmentation. A "
-        "token is taken where the donor is more salient by more than rho; both maps share a scale. "
-        "Patches from the donor are outlined; they stand for tokens, which mix inside the network."
-    ),
-    "saliency.png": (
-        "Saliency of the tokens that enter HTM's first block, by gradient and by attention (full "
-        "rollout, and one step, which HTM uses), on images without augmentation. Each map is "
-        "scaled from its minimum to its maximum; entropies are means over a batch, lower is "
-        "sharper."
-    ),
-}
+PICTURES = ("accuracy", "mixed_samples", "mixed_pairs", "memory", "saliency")  # of a run, .png
+ACCURACY = (
+    "Top-1 and loss on the images that the axis names, and training loss. That is of augmented and "
+    "mixed images with soft labels, by a model with dropout: it can lie above the other loss."
+)
+MIXED_SAMPLES = (
+    "The mean difficulty of a batch (line and band: quantiles 5, 50 and 95 % of the batches of an "
+    "epoch); easy samples and those of them in which HTM has replaced a token, mixed ones; the "
+    "tokens replaced in each mixed sample (dots: batches, lines: running means)."
+)
 
 
 @contextmanager
@@ -62,6 +53,7 @@ def figure(
         for kind, metadata in (("png", None), ("pdf", {"CreationDate": None})):
             with replacing(path.with_suffix(f".{kind}")) as temporary:
                 fig.savefig(temporary, format=kind, dpi=DPI, metadata=metadata)
+            fig.set_layout_engine("none")  # both as it was laid out for the first
 
 
 def draw_mixed_samples(path: Path, steps: pd.DataFrame, batch_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Pictures of a trained run: mixed pairs, and saliency (Figure 3).
+"""Pictures of a trained run: mixed pairs, what VTM reads, and saliency (Figure 3).
 
 Letters: b batch, c classes, t spatial tokens, g tokens along a side, h w image.
 """
@@ -18,18 +18,19 @@ from reproduction.reporting.trained import Sample, TrainedRun
 from tokenmixup import TokenMixup, attach, blocks_of
 from tokenmixup.adapters import adapter_of
 from tokenmixup.horizontal import HorizontalMix
+from tokenmixup.vertical import INDICES
 
-PAIRS = 3
 LONGEST_LABEL = 13  # characters of a class name
 ROWS = 4  # images with saliency maps
 GRADIENTS_AT_ONCE = 16  # images per backward pass
-NO_ROLLOUT = "no full rollout, since no later block attends to all tokens"
+MOST_SOURCES = 8  # blocks whose tokens VTM reads
+DIMMED = 0.35  # brightness of what it does not read
 
 
-def draw_pairs(path: Path, trained: TrainedRun, sample: Sample) -> None:
-    """Draws pairs of `sample`, with the saliency that decides; ValueError if none are mixed.
+def draw_pairs(path: Path, trained: TrainedRun, sample: Sample) -> str:
+    """Draws pairs of `sample`, with the saliency that decides, and returns what they are.
 
-    The images are mixed as in training, without dropout.
+    The images are mixed as in training, without dropout. ValueError if none are mixed.
     """
     devices = [sample.images.device] if sample.images.is_cuda else []
     with torch.no_grad(), torch.random.fork_rng(devices):
@@ -38,36 +39,46 @@ def draw_pairs(path: Path, trained: TrainedRun, sample: Sample) -> None:
     htm = trained.module.htm
     assert mix is not None and htm is not None
     mix = tree_map_only(Tensor, Tensor.cpu, mix)
-    classes = sample.classes.tolist()
-    receivers = chosen_pairs(mix, classes)
+    receivers = chosen_pairs(mix)
+    where = f"{len(sample.images)} training images without augmentation, at block {htm.layers[0]}"
     if not receivers:
-        where = f"of {len(sample.images)} images at block {htm.layers[0]}"
-        raise ValueError(f"the trained model mixes none {where}")
+        raise ValueError(f"the trained model mixes none of {where}")
     pictures = displayable(sample.images, trained.config)
+    classes = sample.classes.tolist()
     names = [f'"{in_one_line(trained.data.classes[x], LONGEST_LABEL)}"' for x in classes]
-    size = (10.5, 2.5 * len(receivers))
+    size = (10.5, 2.7 * len(receivers))
     with figure(path, len(receivers), 5, figsize=size, squeeze=False) as axes:
-        for row, receiver in zip(axes, receivers, strict=True):
-            _draw_pair(row, mix, receiver, pictures, names)
+        for row, (title, receiver) in zip(axes, receivers.items(), strict=True):
+            _draw_pair(row, title, mix, receiver, pictures, names)
+    mixed = int(mix.mask.any(dim=1).sum())
+    return (
+        f"Pairs of the trained model, which mixes {mixed} of {where}. The median of the mixed ones "
+        "by the share of replaced tokens is typical, the other has the most. A token is taken "
+        "where the donor is more salient by more than rho; both maps share a scale. Patches from "
+        "the donor are outlined; they stand for tokens, which mix inside the network."
+    )
 
 
-def chosen_pairs(mix: HorizontalMix, classes: list[int]) -> list[int]:
-    """Returns the receivers of the pairs to show.
-
-    Each two classes have one, different ones first, then those with the most even shares.
-    """
+def chosen_pairs(mix: HorizontalMix) -> dict[str, int]:
+    """Returns the receivers to show: the median of the mixed ones, and the most mixed one."""
     share = mix.mask.float().mean(dim=1)
-    receivers = dict[frozenset[int], int]()  # for each two classes
-    for i in (share - 0.5).abs().argsort(stable=True).tolist():
-        if share[i] > 0:
-            donor = int(mix.donor[i])
-            receivers.setdefault(frozenset((classes[i], classes[donor])), i)
-    different_first = sorted(receivers, key=len, reverse=True)
-    return [receivers[pair] for pair in different_first[:PAIRS]]
+    order = share.argsort(stable=True)
+    mixed = order[share[order] > 0].tolist()
+    if not mixed:
+        return {}
+    chosen = {"median of mixed": mixed[(len(mixed) - 1) // 2]}
+    if len(mixed) > 1:
+        chosen["most mixed"] = mixed[-1]
+    return chosen
 
 
 def _draw_pair(
-    row: np.ndarray, mix: HorizontalMix, receiver: int, pictures: np.ndarray, names: list[str]
+    row: np.ndarray,
+    about: str,
+    mix: HorizontalMix,
+    receiver: int,
+    pictures: np.ndarray,
+    names: list[str],
 ) -> None:
     """Draws receiver and donor, each beside its saliency on one scale, and their mixture."""
     donor = int(mix.donor[receiver])
@@ -86,18 +97,65 @@ def _draw_pair(
         ax.imshow(saliency, vmin=0, vmax=most, cmap="viridis")
     label = f"{keep:.0%} {names[receiver]}, {1 - keep:.0%} {names[donor]}"
     titles = (
-        f"receiver\n{names[receiver]}",
+        f"{about}\nreceiver {names[receiver]}",
         "its saliency",
         f"donor\n{names[donor]}",
         "its saliency",
         f"mixed: {tokens.sum()} of {tokens.size} tokens\n{label}",
     )
-    places = np.arange(-1, size + 1)
-    inside = np.pad(replaced, 1).astype(float)
     for ax, title in zip(row, titles, strict=True):
         ax.set_title(title, fontsize=11, parse_math=False)
         ax.set_axis_off()
-        ax.contour(places, places, inside, levels=[0.5], colors=[ORANGE], linewidths=1.5)
+        _outline(ax, replaced)
+
+
+def _outline(ax: Any, pixels: np.ndarray) -> None:
+    """Draws a line around these pixels of an image, `h w` bool."""
+    places = np.arange(-1, len(pixels) + 1)
+    inside = np.pad(pixels, 1).astype(float)
+    ax.contour(places, places, inside, levels=[0.5], colors=[ORANGE], linewidths=1.5)
+
+
+def draw_memory(path: Path, trained: TrainedRun, sample: Sample) -> str:
+    """Draws which tokens VTM's first layer reads of the first images, and returns what is drawn.
+
+    ValueError if the model does not tell the saliency of a block.
+    """
+    module = trained.module
+    assert module.vtm is not None
+    layer, vtm = next(iter(module.vtm.by_layer.items()))
+    sources = range(layer)[-MOST_SOURCES:]
+    images, targets = sample.images[:ROWS], sample.targets[:ROWS]
+    pictures = displayable(images, trained.config)
+    model = module.model.eval()
+    prefix = adapter_of(model).num_prefix_tokens
+    choose = INDICES[vtm.class_token_offset]
+    size = (1.65 * (1 + len(sources)) + 0.5, 1.9 * len(pictures) + 0.3)
+    with figure(path, len(pictures), 1 + len(sources), figsize=size, squeeze=False) as axes:
+        for ax, picture in zip(axes[:, 0], pictures, strict=True):
+            ax.imshow(picture)
+            ax.set(xlim=(-1, len(picture)), ylim=(len(picture), -1))  # as with outlines
+        axes[0, 0].set_title("input")
+        for column, source in zip(axes[:, 1:].T, sources, strict=True):
+            mix = attach(model, targets.shape[1], htm={"layer": source}).mixed_pairs(
+                images, targets
+            )
+            assert mix is not None
+            indices = choose(mix.saliency.cpu(), int(vtm.kappa), prefix) - prefix  # b kappa
+            column[0].set_title(f"into block {source}")
+            for ax, picture, chosen in zip(column, pictures, indices, strict=True):
+                read = torch.zeros(mix.saliency.shape[1], dtype=torch.bool)
+                read[chosen[chosen >= 0]] = True
+                pixels = _over_image(_grid(read), len(picture))
+                ax.imshow(np.where(pixels[..., None], picture, DIMMED * picture))
+                _outline(ax, pixels)
+        for ax in axes.flat:
+            ax.set_axis_off()
+    return (
+        f"What every query of block {layer} reads beside its own tokens: the {vtm.kappa} most "
+        "salient tokens that have entered each earlier block, outlined over the patches that they "
+        "come from. Training images without augmentation, which HTM has not mixed."
+    )
 
 
 def displayable(images: Tensor, config: Config) -> np.ndarray:
@@ -119,10 +177,11 @@ def _over_image(grid: np.ndarray, size: int) -> np.ndarray:
     return grid[token[:, None], token]
 
 
-def draw_saliency_maps(path: Path, trained: TrainedRun, sample: Sample) -> None:
+def draw_saliency_maps(path: Path, trained: TrainedRun, sample: Sample) -> str:
     """Draws the maps of the first images, each scaled from its minimum to its maximum.
 
-    Above is the mean entropy over the sample. Raises ValueError as in `saliency_maps`.
+    Above is the mean entropy over the sample. Returns what is drawn. Raises ValueError as in
+    `saliency_maps`.
     """
     maps = saliency_maps(trained.module, sample.images, sample.targets)
     pictures = displayable(sample.images[:ROWS], trained.config)
@@ -139,8 +198,14 @@ def draw_saliency_maps(path: Path, trained: TrainedRun, sample: Sample) -> None:
             column[0].set_title(title)
         for ax in axes.flat:
             ax.set_axis_off()
-        if "full_rollout" not in maps:
-            axes[0, 0].figure.supxlabel(NO_ROLLOUT, fontsize="small")
+    attention = "by attention (one step, which HTM uses)"
+    if "full_rollout" in maps:
+        attention = "by attention (full rollout, and one step, which HTM uses)"
+    return (
+        f"Saliency of the tokens that enter HTM's first block, by gradient and {attention}, on "
+        "training images without augmentation. Each map is scaled from its minimum to its maximum; "
+        f"entropies are means over {len(sample.images)} images, lower is sharper."
+    )
 
 
 def saliency_maps(module: TokenMixup, images: Tensor, targets: Tensor) -> dict[str, Tensor]:

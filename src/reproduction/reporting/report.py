@@ -1,23 +1,46 @@
 """The report of one run: report.md and its pictures, with the data behind them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
 
 from reproduction.config import Config
-from reproduction.errors import UserError, first_line, reason_of, say, warn
+from reproduction.errors import OneLineError, first_line, reason_of, say, warn
 from reproduction.files import write_text
 from reproduction.folder import RunFolder
 from reproduction.machine import is_first_rank
-from reproduction.reporting.drawing import CAPTIONS, draw_accuracy, draw_mixed_samples
-from reproduction.reporting.pictures import draw_pairs, draw_saliency_maps
-from reproduction.reporting.trained import load_trained, some_images
+from reproduction.reporting.drawing import (
+    ACCURACY,
+    MIXED_SAMPLES,
+    draw_accuracy,
+    draw_mixed_samples,
+)
+from reproduction.reporting.pictures import draw_memory, draw_pairs, draw_saliency_maps
+from reproduction.reporting.trained import Sample, TrainedRun, load_trained, some_images
+from reproduction.training.evaluate import TOP
 from reproduction.training.metrics import MEDIAN_EPOCHS
 
-OF_TRAINED = {"mixed_pairs.png": draw_pairs, "saliency.png": draw_saliency_maps}
+Draw = Callable[[Path, TrainedRun, Sample], str]  # returns what is drawn
+# By the methods of a stack: what they do, and what draws pictures of a trained model.
+METHODS = {
+    "htm": (
+        "HTM gives easy samples of a batch, those whose difficulty (the loss of a small head, "
+        "ScoreNet, on the tokens) is below tau, tokens of other samples, where those are more "
+        "salient by more than rho; the label moves by the share of saliency that was exchanged."
+    ),
+    "vtm": (
+        "VTM lets a block attend to its own tokens and, as more keys and values, to the kappa most "
+        "salient tokens of each earlier block."
+    ),
+}
+OF_TRAINED: dict[str, dict[str, Draw]] = {
+    "htm": {"mixed_pairs": draw_pairs, "saliency": draw_saliency_maps},
+    "vtm": {"memory": draw_memory},
+}
 
 
 def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
@@ -31,10 +54,12 @@ def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
     try:
         if not folder.report_path.exists():
             config = folder.read_config()
-            sections = [f"# {name}", _description(config, summary), _table(config, summary)]
+            sections = [f"# {name}", _description(config, summary)]
+            sections += [METHODS[x] for x in config.augmentation.stack if x in METHODS]
+            sections.append(_table(config, summary))
             sections += _draw(folder, config)
             write_text(folder.report_path, "\n\n".join(sections) + "\n")
-    except (OSError, UserError) as error:  # the run itself is finished
+    except (OSError, OneLineError) as error:  # the run itself is finished
         warn(f"warning: no report ({_reason(error)}); resume=auto writes it")
     say(f"{name}: {_headline(summary)}")
     if folder.report_path.exists():
@@ -51,42 +76,43 @@ def _draw(folder: RunFolder, config: Config) -> list[str]:
     epochs = pd.DataFrame(epoch_lines)
     if steps.empty or epochs.empty:
         return [f"No pictures: the lines of {folder.metrics_path.name} are lost."]
-    sections = [_picture("accuracy.png")]
+    sections = [_picture("accuracy", ACCURACY)]
     draw_accuracy(folder.path / "accuracy.png", steps, epochs)
-    if config.augmentation.htm is not None:
+    stack = config.augmentation.stack
+    if "htm" in stack:
         draw_mixed_samples(folder.path / "mixed_samples.png", steps, config.recipe.batch_size)
-        sections.append(_picture("mixed_samples.png"))
-        sections += _draw_trained(folder, config)
+        sections.append(_picture("mixed_samples", MIXED_SAMPLES))
+    draws = {name: draw for method in stack for name, draw in OF_TRAINED.get(method, {}).items()}
+    if draws:
+        sections += _draw_trained(folder, config, draws)
         torch.cuda.empty_cache()  # for other processes, and the ranks of the next run
     return sections
 
 
-def _draw_trained(folder: RunFolder, config: Config) -> Iterator[str]:
+def _draw_trained(folder: RunFolder, config: Config, draws: Mapping[str, Draw]) -> Iterator[str]:
     """Draws the pictures of the trained model; errors become text, as the run is finished."""
     try:
         trained = load_trained(config, folder)
         sample = some_images(trained)
-    except (UserError, RuntimeError) as error:
+    except (OneLineError, RuntimeError) as error:
         yield f"No pictures of the trained model: {_reason(error)}."
         return
-    for name, draw in OF_TRAINED.items():
+    for name, draw in draws.items():
         try:
-            draw(folder.path / name, trained, sample)
-            yield _picture(name)
+            yield _picture(name, draw(folder.path / f"{name}.png", trained, sample))
         except (ValueError, RuntimeError) as error:
-            yield f"{name} is not drawn: {_reason(error)}."
+            yield f"{name}.png is not drawn: {_reason(error)}."
 
 
-def _picture(name: str) -> str:
-    title = name.removesuffix(".png").replace("_", " ")
-    return f"![{title}]({name})\n\n{CAPTIONS[name]}"
+def _picture(name: str, caption: str) -> str:
+    return f"![{name.replace('_', ' ')}]({name}.png)\n\n{caption}"
 
 
 def _reason(error: Exception) -> str:
     """Returns messages for users as they are, and the first line of others."""
     if isinstance(error, OSError):
         return reason_of(error)
-    if isinstance(error, UserError | ValueError):
+    if isinstance(error, OneLineError | ValueError):
         return str(error)
     return first_line(error)
 
@@ -130,7 +156,9 @@ def _description(config: Config, summary: dict[str, Any]) -> str:
 
 
 def _table(config: Config, summary: dict[str, Any]) -> str:
-    rows = {"top-5": f"{summary['top5_last']:.2f} %"}
+    rows = {}
+    if summary.get("classes", TOP + 1) > TOP:
+        rows["top-5"] = f"{summary['top5_last']:.2f} %"
     rows |= _other_accuracies(config, summary)
     if summary.get("initial_weights"):
         rows["initial weights"] = summary["initial_weights"]

@@ -48,6 +48,8 @@ def suggestions(folder: RunFolder, config: Config, batches: int) -> Iterator[str
 
     Each layer is measured as if earlier ones did not mix. Raises UserError without HTM.
     """
+    if config.augmentation.htm is None:
+        raise UserError(f"run={folder.path}: was trained without htm")
     for key, path in own_code(config).items():
         if key.startswith("augmentation."):
             raise UserError(f"{key}={path}: pairs are counted here by methods of ours alone")

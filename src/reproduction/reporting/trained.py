@@ -22,7 +22,6 @@ from reproduction.data.loaders import (
 )
 from reproduction.data.sources import opened
 from reproduction.data.workers import collated
-from reproduction.errors import UserError
 from reproduction.folder import RunFolder
 from reproduction.models.build import build_module, without_weights
 from reproduction.models.weights import module_state, read_newest
@@ -60,12 +59,10 @@ class Sample(NamedTuple):
 
 
 def load_trained(config: Config, folder: RunFolder) -> TrainedRun:
-    """Loads the newest checkpoint of a run with HTM, without manifold mixup, for its device.
+    """Loads the newest checkpoint of a run, without manifold mixup, for its device.
 
-    Raises UserError without HTM, or if the checkpoints or the data cannot be read.
+    Raises UserError if the checkpoints or the data cannot be read.
     """
-    if config.augmentation.htm is None:
-        raise UserError(f"run={folder.path}: was trained without htm")
     data = opened(config.dataset)
     stack = dataclasses.replace(config.augmentation, manifold_mixup=None)
     module = build_module(without_weights(config.model), stack, len(data.classes))

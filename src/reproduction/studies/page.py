@@ -2,6 +2,7 @@
 
 import base64
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,11 @@ import torch
 from jinja2 import Environment
 
 from reproduction.compose import compose
-from reproduction.files import write_text
+from reproduction.config import LONGEST_NAME
+from reproduction.files import cut, write_text
 from reproduction.identity import digest
 from reproduction.models.build import build_module, count_parameters, without_weights
-from reproduction.reporting.drawing import CAPTIONS
+from reproduction.reporting.drawing import PICTURES
 from reproduction.studies.plots import draw_beside, draw_sweep
 from reproduction.studies.runs import Run
 from reproduction.studies.study import Part, PrintedModel
@@ -85,7 +87,7 @@ def links_of(folder: Path, run: Run) -> list[Link]:
     """Links to the folder of a run, and to its report and pictures."""
     place = Path(os.path.relpath(run.path, folder))
     links = [Link(run.name, f"{quote(str(place))}/")]
-    for name in ("report.md", *CAPTIONS):
+    for name in ("report.md", *(f"{picture}.png" for picture in PICTURES)):
         if (run.path / name).exists():
             text = name.partition(".")[0].replace("_", " ")
             links.append(Link(text, quote(str(place / name))))
@@ -96,8 +98,9 @@ def _plots(table: Table, folder: Path) -> Iterator[Picture]:
     """Draws each main section beside the paper's values, or the values of a sweep."""
     for section in table.main_sections:
         if section.finished:
-            name = f"{table.name}-{section.title}".removesuffix("-")
-            path = folder / f"{name}.png"
+            title = re.sub(r"\W+", "-", section.title)
+            name = f"{table.name}-{title}".removesuffix("-")
+            path = folder / f"{cut(name, LONGEST_NAME)}.png"
             is_sweep = draw_sweep(path, section)
             if not is_sweep:
                 draw_beside(path, section)

@@ -112,7 +112,10 @@ def draw_beside(path: Path, section: Section) -> None:
         places = range(len(lines))
         means = [line.mean for line in lines]
         margins = np.nan_to_num([margin(line) for line in lines])
-        axes.errorbar(means, places, xerr=margins, label="ours, mean and 95 % interval", **OURS)
+        label = "ours, of one seed"
+        if any(line.n > 1 for line in lines):
+            label = "ours, mean and 95 % interval"
+        axes.errorbar(means, places, xerr=margins, label=label, **OURS)
         printed = [line.printed for line in lines]
         if not np.isnan(printed).all():
             axes.plot(printed, places, "D", color=VERMILION, label="the paper's")

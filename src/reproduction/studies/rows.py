@@ -11,7 +11,9 @@ from typing import Any
 import pandas as pd
 
 from reproduction.compose import Point, last_part, parsed, readable
+from reproduction.config import LONGEST_NAME
 from reproduction.errors import UserError
+from reproduction.files import cut
 from reproduction.identity import digest, row_hash, run_hash
 from reproduction.studies.runs import (
     OUTCOMES,
@@ -329,9 +331,10 @@ def sweep_table(points: Sequence[Point], runs: Sequence[Run]) -> Table:
     keys = ", ".join(f"`{name}`" for name in heads) or "seeds"
     seeds = ", ".join(map(str, sorted({point.config.seed for point in points})))
     stem = "-".join(map(last_part, heads)) or "seeds"
-    sweep_hash = digest(sorted(run_hash(point.config) for point in points))
+    tail = f"-{digest(sorted(run_hash(point.config) for point in points))}"
+    name = cut(stem, LONGEST_NAME - len(tail)) + tail
     about = f"A sweep over {keys}, with {words}; seeds {seeds}."
-    return replace(table, name=f"{stem}-{sweep_hash}", about=[about, *table.about])
+    return replace(table, name=name, about=[about, *table.about])
 
 
 def table_of(settings: Settings, runs: Sequence[Run], against: str | None = None) -> Table:

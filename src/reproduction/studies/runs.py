@@ -3,15 +3,17 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from reproduction.config import Config
-from reproduction.errors import UserError, first_line, in_one_line, reason_of
+from reproduction.errors import OneLineError, first_line, in_one_line, reason_of
 from reproduction.folder import RunFolder, summary_of_today
 from reproduction.identity import digest, flat, nested, row_hash, saved, settings, shared_settings
 
 STACK_KEY = "augmentation.mixing"  # the names of the stack, as if they were a setting
+FEW_CLASSES = 5  # of which all are among the best five
 LAST_EPOCHS = 10  # some protocols report the best of them
 MEASURES = (  # of a run, beside its outcomes; tables have their means
     "top1_median10",
@@ -79,7 +81,7 @@ class Run:
     path: Path  # of its folder; a published run has no more than its name
     status: str
     status_text: str  # also says how far it is, and why it is not further
-    written: float = 0.0  # time of its summary
+    began: float = 0.0  # time of its latest start
     row_hash: str = ""  # the identity that the runs of all seeds share
     seed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)  # by `row_settings`
@@ -119,20 +121,27 @@ def read_run(folder: RunFolder) -> Run:
     """Returns the run of a folder, `unusable` if it cannot be read."""
     try:
         summary = {**folder.read_summary(), "status": folder.status()}
-        written = 0.0
-        if folder.summary_path.exists():
-            written = folder.summary_path.stat().st_mtime
-        return _run(folder.path, folder.read_config(), summary, written)
-    except (UserError, OSError, LookupError, TypeError, ValueError) as error:
+        return _run(folder.path, folder.read_config(), summary, _began(folder, summary))
+    except (OneLineError, OSError, LookupError, TypeError, ValueError) as error:
         reason = first_line(error)
-        if isinstance(error, UserError):
+        if isinstance(error, OneLineError):
             reason = str(error)
         elif isinstance(error, OSError):
             reason = reason_of(error)
         return Run(path=folder.path, status="unusable", status_text=f"unusable: {reason}")
 
 
-def _run(path: Path, config: Config, summary: Mapping[str, Any], written: float) -> Run:
+def _began(folder: RunFolder, summary: Mapping[str, Any]) -> float:
+    """Returns when its latest start was; of earlier revisions, when its summary was written."""
+    starts = summary.get("starts") or [{}]
+    if "began" in starts[-1]:
+        return datetime.fromisoformat(starts[-1]["began"]).timestamp()
+    if folder.summary_path.exists():
+        return folder.summary_path.stat().st_mtime
+    return 0.0
+
+
+def _run(path: Path, config: Config, summary: Mapping[str, Any], began: float) -> Run:
     numbers = {}
     if summary["status"] == "finished":
         numbers = _numbers(summary, config)
@@ -140,7 +149,7 @@ def _run(path: Path, config: Config, summary: Mapping[str, Any], written: float)
         path=path,
         status=summary["status"],
         status_text=_status_text(config, summary),
-        written=written,
+        began=began,
         row_hash=row_hash(config),
         seed=config.seed,
         settings=row_settings(config),
@@ -189,6 +198,8 @@ def _numbers(summary: Mapping[str, Any], config: Config) -> dict[str, float]:
     for name in config.recipe.metrics:
         found[f"{name} on test"] = summary.get(f"{name}_last")
         found[f"{name} on validation"] = last.get(f"val_{name}")
+    if summary.get("classes", FEW_CLASSES + 1) <= FEW_CLASSES:
+        found |= {"top5 on test": None, "top5 on validation": None}
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
@@ -201,7 +212,7 @@ def read_store(path: Path) -> list[Run]:
     for text in path.read_text().splitlines():
         line = summary_of_today(json.loads(text))
         summary = {**line, "status": "finished", "seconds": 3600 * line["hours"]}
-        runs.append(_run(Path(line["name"]), config_of(line), summary, written=0.0))
+        runs.append(_run(Path(line["name"]), config_of(line), summary, began=0.0))
     return runs
 
 
@@ -230,7 +241,7 @@ class Counted:
 
 
 def counted(runs: Sequence[Run]) -> Counted:
-    """Chooses the finished run with the newest summary of each row and seed.
+    """Chooses the finished run that began last of each row and seed.
 
     Of runs on the same data set those count whose record is that of the newest: results on images
     that have changed are not merged.
@@ -238,7 +249,7 @@ def counted(runs: Sequence[Run]) -> Counted:
     chosen: dict[tuple[str, int], Run] = {}
     records: dict[str, dict[str, str]] = {}  # of each data set, as its newest runs have it
     reasons: dict[Path, str] = {}
-    for run in sorted(runs, key=lambda run: (run.written, run.name), reverse=True):
+    for run in sorted(runs, key=lambda run: (run.began, run.name), reverse=True):
         newer = chosen.get((run.row_hash, run.seed))
         record = {**run.record, **records.get(run.data_hash, {})}
         changed = [name for name in run.record if run.record[name] != record[name]]

@@ -46,6 +46,7 @@ class Comparison:
     high: float = nan
     p: float = nan
     p_holm: float = nan
+    untestable: str = ""  # why there is no interval and no p, although there are pairs
 
 
 @dataclass(kw_only=True)
@@ -129,7 +130,11 @@ def paired(ours: pd.Series, base: pd.Series) -> Comparison:
     both = pd.DataFrame({"ours": ours, "base": base}).dropna()
     gap = both.ours - both.base
     found = Comparison(pairs=len(gap), difference=gap.mean(), below=int((gap < 0).sum()))
-    if len(gap) >= LEAST_PAIRS and gap.max() - gap.min() > 1e-9:
+    if 0 < len(gap) < LEAST_PAIRS:
+        found.untestable = f"needs {LEAST_PAIRS} pairs"
+    elif not gap.empty and gap.max() - gap.min() <= 1e-9:
+        found.untestable = "equal differences"
+    elif not gap.empty:
         from scipy.stats import ttest_rel  # takes seconds to import
 
         test = ttest_rel(both.ours, both.base)

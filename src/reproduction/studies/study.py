@@ -10,16 +10,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from reproduction.compose import Point, compose, expand, last_part, parsed, planned_point, readable
-from reproduction.config import ROOT, Config, Count, FolderName, Fraction, Whole, schema, validated
+from reproduction.config import (
+    LONGEST_NAME,
+    ROOT,
+    Config,
+    Count,
+    FolderName,
+    Fraction,
+    Whole,
+    schema,
+    validated,
+)
 from reproduction.errors import UserError
+from reproduction.files import cut
 from reproduction.help import GROUPS, key_of
 from reproduction.identity import changes_result, digest, row_hash, run_hash
+from reproduction.reading import read_yaml
 from reproduction.studies.runs import OUTCOMES
 
 PAPER_FOLDER = Path(__file__).parent / "paper"
@@ -34,6 +45,9 @@ PAPERS = (
     "sweep-kappa",
 )
 OWN_KEYS = ("seed", "devices", "name", "output_root", "resume")  # of a run, not of a study
+WARNING = """\
+WARNING: these runs are not those that the study names. No value here may be compared with the \
+paper's, so that none of its is shown."""
 FULL = "full"
 SMOKE = "smoke"
 SCALES = (FULL, SMOKE)
@@ -134,39 +148,6 @@ class Study:
                 raise ValueError(f"rows.{name}.against={row.against}: must be one of {allowed}")
 
 
-FORMS = {  # of what is no text
-    "null": "~|null|Null|NULL|",
-    "bool": "true|True|TRUE|false|False|FALSE",
-    "int": r"[-+]?(0|[1-9]\d*)",
-    "float": r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?"
-    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-}
-
-
-class PlainYaml(yaml.SafeLoader):
-    """YAML 1.2's core: 010 is no number, yes and no are texts; and each key stands once."""
-
-    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {  # instead of those of YAML 1.1
-        None: [(f"tag:yaml.org,2002:{x}", re.compile(f"({FORMS[x]})$")) for x in FORMS]
-    }
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = []
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node)
-            if key in keys:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"{key} stands here twice", problem_mark=key_node.start_mark
-                )
-            keys.append(key)
-        return super().construct_mapping(node, deep)
-
-
-def read_yaml(path: Path) -> Any:
-    with path.open() as file:
-        return yaml.load(file, PlainYaml)  # noqa: S506 - a SafeLoader
-
-
 def studies(name: str) -> dict[str, Study]:
     """Returns the studies of a name: `table1`, `table1/ROW`, `sweep-tau`, `all`, a .yaml file."""
     if name.endswith(".yaml"):
@@ -186,9 +167,10 @@ def studies(name: str) -> dict[str, Study]:
 
 def read(path: Path) -> Study:
     """Reads a study; UserError names the file, the key and what is wrong with it."""
+    content = read_yaml(path)
     try:
-        return validated(Study, read_yaml(path))
-    except (UserError, yaml.YAMLError) as error:
+        return validated(Study, content)
+    except UserError as error:
         raise UserError(f"{path}: {error}") from error
 
 
@@ -297,13 +279,22 @@ class Part:
 
     @property
     def texts(self) -> dict[str, str]:
-        """What a table shows of each cell, by its label; of equal texts also the row's name."""
+        """What a table shows of each cell, by its label; of equal texts also the row's name.
+
+        A row whose run is another row's says so.
+        """
         places = Counter((cell.settings.column, cell.text) for cell in self.cells)
+        firsts: dict[str, str] = {}  # by hash, the first row of a run
         found = {}
         for cell in self.cells:
-            found[cell.label] = cell.text
+            text = cell.text
             if places[cell.settings.column, cell.text] > 1:
-                found[cell.label] = f"{cell.text} ({cell.row})"
+                text = f"{text} ({cell.row})"
+            row_hash = self.row_hashes[cell.label]
+            if row_hash in firsts:
+                text = f"{text} (the run of {firsts[row_hash]})"
+            firsts.setdefault(row_hash, cell.label.partition("/")[2])
+            found[cell.label] = text
         return found
 
     @property
@@ -327,18 +318,19 @@ class Part:
         if place not in PAPERS:
             path = Path(place).resolve()
             place = str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
-        return f"{stem}-{digest([place, self.row_hashes, self.seeds, self.scale])}"
+        tail = f"-{digest([place, self.row_hashes, self.seeds, self.scale])}"
+        return cut(stem, LONGEST_NAME - len(tail)) + tail
 
     @property
     def about(self) -> list[str]:
-        """Says what distinguishes the runs from those that the study names."""
+        """Says what distinguishes the runs from those that the study names, with a warning."""
         words = [*self.more]
         if self.scale == SMOKE:
             words = [*SHORT, *self.study.smoke, *words]
         if not words:
             return []
         texts = ", ".join(f"`{word}`" for word in words)
-        return [f"With {texts}; seeds {', '.join(map(str, self.seeds))}."]
+        return [WARNING, f"With {texts}; seeds {', '.join(map(str, self.seeds))}."]
 
 
 def planned(
@@ -387,18 +379,39 @@ def part_of(
     changes = [word for word in more if changes_result(key_of(word))]
     if changes:
         check_rows(each, study, scale, configs, changes)
+    shown = study
+    if changes or scale == SMOKE:
+        shown = unprinted(study)
+    if scale == SMOKE:
+        data = ", ".join(sorted({config.dataset.name for config in configs.values()}))
+        shown = on_other_data(shown, data)
     part = Part(
         name=name,
-        study=study,
+        study=shown,
         has_all_rows=True,
         scale=scale,
-        cells=each,
+        cells=[replace(cell, settings=shown.rows[cell.row]) for cell in each],
         pairs=pairs,
         configs=configs,
         seeds=chosen,
         more=changes,
     )
     return part, points
+
+
+def unprinted(study: Study) -> Study:
+    """Returns a study without what is printed of it, which other runs must not stand beside."""
+    rows = {name: replace(row, printed={}) for name, row in study.rows.items()}
+    return replace(study, rows=rows, quoted={}, sizes={}, latencies={}, notes=[])
+
+
+def on_other_data(study: Study, data: str) -> Study:
+    """Returns a study whose titles name the data that stand in for those of its rows."""
+    rows = {}
+    for name, row in study.rows.items():
+        column = f"{row.column} (here {data})" if row.column else ""
+        rows[name] = replace(row, column=column)
+    return replace(study, title=f"{study.title} (here {data}, at smoke scale)", rows=rows)
 
 
 def seeds_of(study: Study, seeds: int | None, scale: str) -> list[int]:

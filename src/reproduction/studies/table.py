@@ -13,6 +13,7 @@ from typing import Any
 
 import pandas as pd
 
+from reproduction.errors import as_typed
 from reproduction.files import write_text
 from reproduction.studies.runs import MEASURES, ON_TEST, ON_VALIDATION, Counted, Outcome
 from reproduction.studies.statistics import Line
@@ -41,6 +42,14 @@ def spread(values: pd.Series, spec: str) -> str:
     return f"{mean} +/- {values.std():{spec}}"
 
 
+def hours(seconds: float, decimals: int) -> str:
+    """Formats seconds as hours; those that would be 0.0 with one significant digit."""
+    text = formatted(seconds / 3600, f".{decimals}f")
+    if seconds > 0 and float(text) == 0:
+        return f"{seconds / 3600:.1g}"
+    return text
+
+
 def p_text(p: float) -> str:
     """Formats with three decimals, or two significant digits below 0.001."""
     if p < 0.001:
@@ -66,16 +75,7 @@ def value_text(value: Any) -> str:
     """Formats a setting as on the command line."""
     if isinstance(value, Missing):
         return value.value
-    if value is None:
-        return "null"
-    if isinstance(value, list):
-        return f"[{','.join(map(value_text, value))}]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if not isinstance(value, float):
-        return str(value)
-    short = f"{value:.10g}"
-    return short if float(short) == value else repr(value)  # two values never look alike
+    return as_typed(value)
 
 
 # --- columns ------------------------------------------------------------------------------------
@@ -112,9 +112,13 @@ def difference(line: Line) -> str:
 
 def interval(line: Line) -> str:
     if math.isnan(line.comparison.low):
-        return NOTHING
+        return line.comparison.untestable or NOTHING
     ends = (line.comparison.low, line.comparison.high)
     return " to ".join(f"{end:+{line.outcome.spec}}" for end in ends)
+
+
+def p_of(line: Line, p: float) -> str:
+    return line.comparison.untestable or p_text(p)
 
 
 def lower_in(line: Line) -> str:
@@ -147,9 +151,9 @@ COLUMNS = [
         is_main,
     ),
     Column("95 % interval", interval),
-    Column("p", lambda line: p_text(line.comparison.p), is_main),
+    Column("p", lambda line: p_of(line, line.comparison.p), is_main),
     # "untested" or "primary" stands in place of the corrected p
-    Column("p (Holm)", lambda line: line.row.role or p_text(line.comparison.p_holm), is_main),
+    Column("p (Holm)", lambda line: line.row.role or p_of(line, line.comparison.p_holm), is_main),
     Column("lower in", lower_in, is_loss),
     Column("median [%]", mean_of("top1_median10", ".2f"), is_main),
     Column("best [%]", mean_of("top1_best", ".2f"), is_main),
@@ -157,9 +161,7 @@ COLUMNS = [
     Column("selected [%]", mean_of("top1_selected", ".2f"), is_main),
     Column("tokens of easy", mean_of("easy_tokens", ".1f"), is_main),
     Column("tokens of mixed", mean_of("mixed_tokens", ".1f"), is_main),
-    Column(
-        "hours", lambda line: formatted(line.n * line.mean_of("seconds") / 3600, ".1f"), is_main
-    ),
+    Column("hours", lambda line: hours(line.n * line.mean_of("seconds"), 1), is_main),
     Column("status", lambda line: line.row.status_text or NOTHING, is_main),
 ]
 TITLES = {column.title for column in COLUMNS}
@@ -313,7 +315,7 @@ def notes_of(counted: Counted) -> Iterator[str]:
     runs = "1 finished run"
     if len(counted.runs) != 1:
         runs = f"{len(counted.runs)} finished runs"
-    yield f"{runs}, {seconds / 3600:.2f} hours in total, git {', '.join(revisions) or 'unknown'}"
+    yield f"{runs}, {hours(seconds, 2)} hours in total, git {', '.join(revisions) or 'unknown'}"
 
 
 def judged_on(outcome: Outcome) -> list[str]:

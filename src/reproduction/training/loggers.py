@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.config import Config
-from reproduction.errors import UserError, first_line, say, warn
+from reproduction.errors import UserError, first_line, of_system, say, warn
+from reproduction.files import lack_behind
 from reproduction.folder import RunFolder
 
 SETTINGS: dict[str, Any] = {
@@ -121,6 +122,9 @@ class Loggers:
             except Exception as error:
                 self.close("failed")
                 _teardown()
+                lack = lack_behind(error)
+                if lack is not None:
+                    raise of_system(lack, f"logger.{name}") from error
                 reason = " ".join(str(error).split()) or first_line(error)
                 raise UserError(f"logger.{name}: {reason}") from error
 

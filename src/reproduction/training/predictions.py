@@ -21,11 +21,18 @@ from reproduction.data.sources import opened, unlabelled
 from reproduction.errors import progress, warn
 from reproduction.files import write_text
 from reproduction.identity import settings_of_evaluation
-from reproduction.machine import is_first_rank, local_ranks
+from reproduction.machine import local_ranks
 from reproduction.models.build import build_trained, place
 from reproduction.training.checkpoint import check_classes, read_plain
-from reproduction.training.evaluate import Predicted, build_metrics, evaluate
+from reproduction.training.evaluate import TOP, Predicted, build_metrics, evaluate
 from reproduction.training.ranks import World, join_world, on_ranks, resolve_device
+
+
+class Evaluated(NamedTuple):
+    """What the evaluation of a checkpoint has found."""
+
+    scores: dict[str, Any]  # with what they are of; of images without classes, this alone
+    predictions: "Predictions"
 
 
 class Predictions(NamedTuple):
@@ -39,34 +46,23 @@ class Predictions(NamedTuple):
 
 
 def evaluate_checkpoint(
-    config: Config,
-    checkpoints: list[Path],
-    result: Path,
-    predictions: Path | None = None,
-    images: Path | None = None,
-) -> dict[str, Any]:
-    """Evaluates the first readable checkpoint on one rank or many and writes `result`, a JSON file.
+    config: Config, checkpoints: list[Path], images: Path | None = None
+) -> Evaluated:
+    """Evaluates the first readable checkpoint, on one rank or many.
 
-    `predictions` is a .csv file to write too, together with the tables of `write_tables`. Of
-    `images`, a folder without classes, it is all that is written. Raises UserError if the
+    On the held-out images, or on `images`, a folder without classes. Raises UserError if the
     checkpoint does not fit the model, PlainError if a rank dies or memory runs out.
     """
-    scores, found = on_ranks(partial(_evaluate, checkpoints=checkpoints, images=images), config)
-    if not is_first_rank():
-        return scores
-    if predictions is not None:
-        write_predictions(predictions, found, labelled=images is None)
-    if images is None:
-        result.parent.mkdir(parents=True, exist_ok=True)
-        write_text(result, json.dumps(scores, indent=2) + "\n")
-        if predictions is not None:
-            write_tables(result, found)
-    return scores
+    return on_ranks(partial(_evaluate, checkpoints=checkpoints, images=images), config)
 
 
-def _evaluate(
-    config: Config, checkpoints: list[Path], images: Path | None
-) -> tuple[dict[str, Any], Predictions]:
+def write_scores(result: Path, scores: dict[str, Any]) -> None:
+    """Writes the scores of held-out images, a JSON file."""
+    result.parent.mkdir(parents=True, exist_ok=True)
+    write_text(result, json.dumps(scores, indent=2) + "\n")
+
+
+def _evaluate(config: Config, checkpoints: list[Path], images: Path | None) -> Evaluated:
     """Evaluates on this rank."""
     precision = config.recipe.precision
     with join_world(resolve_device(config.device, config.devices, precision)) as world:
@@ -94,7 +90,7 @@ def _evaluate(
             "root": config.dataset.root,
             "settings": settings_of_evaluation(config),
         }
-        return {**scores, **facts, **loaded}, gathered(predicted, world, data)
+        return Evaluated({**scores, **facts, **loaded}, gathered(predicted, world, data))
 
 
 def gathered(batches: list[Predicted], world: World, data: Data) -> Predictions:
@@ -134,8 +130,8 @@ def write_predictions(path: Path, found: Predictions, labelled: bool) -> None:
     _write_csv(path, pd.DataFrame(columns), index=False, float_format="%.6g")
 
 
-def write_tables(result: Path, found: Predictions) -> None:
-    """Writes accuracy per class and confusion matrix beside `result`, a JSON file."""
+def write_tables(result: Path, found: Predictions) -> Path:
+    """Writes accuracy per class, whose path it returns, and confusion matrix beside `result`."""
     names, targets = found.classes, found.targets
     counts = np.zeros((len(names), len(names)), dtype=np.int64)  # by class and prediction
     np.add.at(counts, (targets, found.best[:, 0]), 1)
@@ -147,13 +143,15 @@ def write_tables(result: Path, found: Predictions) -> None:
         {
             "images": images,
             "top1": 100 * counts.diagonal() / some,
-            "top5": 100 * among_best / some,
         },
         names,
     )
+    if len(names) > TOP:
+        accuracies["top5"] = 100 * among_best / some
     confusion = pd.DataFrame(counts, names, names)
     _write_csv(table_path(result, "classes"), accuracies, index_label="class", float_format="%.2f")
     _write_csv(table_path(result, "confusion"), confusion, index_label="class")
+    return table_path(result, "classes")
 
 
 def table_path(result: Path, name: str) -> Path:

@@ -86,7 +86,10 @@ class World:
 
     def broadcast(self, value: Shared) -> Shared:
         """Returns the first rank's value on every rank."""
-        return self.gather(value)[0]
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values, src=0)
+        return values[0]
 
     def broadcast_buffers(self, module: nn.Module) -> None:
         """Copies the first rank's buffers: batch normalisation sees only its rank's images."""

@@ -7,6 +7,7 @@ import math
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +22,16 @@ from reproduction.data.inputs import Mixed, build_training_inputs
 from reproduction.data.seeding import preserved_generators
 from reproduction.data.sources import opened, record
 from reproduction.door import Door, Refused
-from reproduction.errors import PlainError, Pulse, Stopped, UserError, reason_of, say, warn
+from reproduction.errors import (
+    OneLineError,
+    PlainError,
+    Pulse,
+    Stopped,
+    UserError,
+    of_system,
+    say,
+    warn,
+)
 from reproduction.folder import RunFolder, hold
 from reproduction.identity import changes, files_of, flat, own_code, run_hash, saved
 from reproduction.machine import git_revision, hardware_name, is_first_rank, local_ranks
@@ -75,7 +85,7 @@ def run_training(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
             except PlainError as error:  # what `ending` has made of any other
                 raise PlainError(_record_end(folder, config, "failed", str(error))) from error
     except OSError as error:  # of the lock and the folder, before the run
-        raise UserError(reason_of(error)) from error
+        raise of_system(error) from error
 
 
 def _record_end(folder: RunFolder, config: Config, status: str, reason: str) -> str:
@@ -86,7 +96,7 @@ def _record_end(folder: RunFolder, config: Config, status: str, reason: str) -> 
     try:
         if is_first_rank():
             folder.write_summary(status=status, error=reason)
-    except (OSError, UserError):  # such as a full disk; reports recognise the run by its lock
+    except (OSError, OneLineError):  # such as a full disk; reports recognise the run by its lock
         kept = "kept as it is"
     return f"{reason}; {folder.path} is {kept}, {config.how_to_continue}"
 
@@ -352,6 +362,7 @@ def _start(trainer: Trainer) -> dict[str, Any]:
     versions = {name: version(name) for name in LIBRARIES}
     return {
         "step": trainer.step,
+        "began": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "git_revision": git_revision(),
         "versions": {"python": platform.python_version(), **versions},
         "hardware": hardware_name(trainer.world.device.type),
@@ -366,6 +377,7 @@ def _facts(trainer: Trainer, data: Data) -> dict[str, Any]:
         "name": config.name,
         "data": record(data, config.model.weights),
         "code": files_of(own_code(config)),
+        "classes": len(data.classes),
         "parameters": count_parameters(trainer.module),
         "seed": config.seed,
         "devices": config.devices,

@@ -24,12 +24,12 @@ from reproduction.errors import (
     reason_of,
     warn,
 )
+from reproduction.files import LACKS
 from tokenmixup.assignment import Diverged
 
 Batch = TypeVar("Batch")
 
 ADVICE = "a lower recipe.lr, a recipe.clip_grad_norm or recipe.precision=float32"
-DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 LOST = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}  # of the run's folder
 
 
@@ -154,22 +154,24 @@ def of_memory(error: BaseException, config: Config) -> str | None:
 
 
 def of_system(error: BaseException, config: Config) -> str | None:
-    """A disk that fails, and a run folder that is gone; another missing file may be a bug's."""
+    """What the machine lacks, and a run's folder that is gone; other files may be a bug's."""
     if not isinstance(error, OSError):
         return None
     folder = Path(config.output_root, config.name or "")
     is_ours = error.filename is not None and folder in Path(error.filename).parents
-    if error.errno in DISK or (is_ours and error.errno in LOST):
+    if error.errno in LACKS or (is_ours and error.errno in LOST):
         return reason_of(error)
     return None
 
 
 def of_libraries(error: BaseException, config: Config) -> str | None:
-    """A loader's worker that was killed, and a model that cannot be compiled."""
+    """A loader's worker that was killed, a limit of files, a model that cannot be compiled."""
     text = str(error).strip()
     if "DataLoader worker (pid" in text:
         advice = "memory may have run out, try a lower dataset.workers or recipe.batch_size"
         return f"{text.rstrip('. ')}: {advice}"
+    if text.startswith("Too many open files"):
+        return "too many open files: raise the limit by `ulimit -n`, or lower dataset.workers"
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         key = f"compile={str(config.compile).lower()}"
         reason = f"torch cannot compile {config.model.name} as one graph ({first_line(error)})"
