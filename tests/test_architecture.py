@@ -10,7 +10,7 @@ SOURCE = ROOT / "src"
 # Packages and modules of `reproduction`; each may import those of the lines above its own.
 LAYERS = (
     ("files", "machine"),
-    ("errors",),
+    ("cluster", "errors"),
     ("config",),
     ("identity",),
     ("data", "models"),

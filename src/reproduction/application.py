@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +20,6 @@ from reproduction.config import validated
 from reproduction.errors import (
     OneLineError,
     PlainError,
-    Stopped,
     UserError,
     one_line_errors,
     say,
@@ -127,8 +125,6 @@ def train_job(tree: DictConfig, own: Any) -> float | None:
         Sweep([point]).check()
         train_here(point)
     except KeyboardInterrupt as interrupt:
-        if isinstance(interrupt.__cause__, Stopped):  # submitit's handler may requeue, and exit
-            signal.raise_signal(interrupt.__cause__.signum)
         ended = PlainError(interrupt)
         notes.add_error(own.job.num, ended)
         raise ended from interrupt
