@@ -42,7 +42,7 @@ class CheckedLauncher(PointLauncher):
         notes = Notes(Path(own.sweep.dir))
         for number, planned in enumerate(sweep.points, initial_job_idx):
             notes.add(number, planned)
-        ends = []
+        ends = list[JobReturn]()
         errors = [*self.train(sweep.points, initial_job_idx)]
         for planned, error in zip(sweep.points, errors, strict=True):
             end = JobReturn(planned.words, status=JobStatus.COMPLETED)

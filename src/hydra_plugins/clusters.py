@@ -186,7 +186,7 @@ class LocalLauncher(CheckedLauncher):
                 raise error
 
     def divide_cores(self, devices: int) -> None:
-        """Gives a run the threads of the cores that hydra.launcher asks for, before torch is here."""
+        """Gives a run the threads of the cores of hydra.launcher; torch is not imported yet."""
         cores = self.config.hydra.launcher.cpus_per_task
         if cores is not None:
             os.environ[CORES] = str(cores)
