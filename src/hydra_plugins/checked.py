@@ -1,22 +1,25 @@
-"""Hydra's plugins of this project: a launcher that checks all points first, and two sweepers.
+"""Hydra's plugins of this project: launchers that check all points first, and two sweepers.
 
 Hydra finds them here, and executes this file for it: nothing else imports it.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job
-from omegaconf import DictConfig
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job, setup_globals
+from omegaconf import DictConfig, OmegaConf
 
 from reproduction.application import Notes
 from reproduction.compose import Point, command_of, planned_point
 from reproduction.config import StudyWords, validated
 from reproduction.errors import OneLineError, say
 from reproduction.jobs import in_processes, objective, train_here
+from reproduction.submitted import Jobs, SlurmJobs, in_job
 from reproduction.sweep import PointLauncher, Sweep, check_choice, error_of
 
 
@@ -81,6 +84,43 @@ class CheckedLauncher(PointLauncher):
             job_subdir_key="hydra.sweep.subdir",
         )
         return error_of(end)
+
+
+class LocalLauncher(CheckedLauncher):
+    """Trains each point in a job of submitit on this machine."""
+
+    kind: type[Jobs] = Jobs
+
+    def __init__(self, **_: Any):
+        """The keys of hydra.launcher are read in their tree, where they are plain values."""
+
+    def setup(self, **given: Any) -> None:
+        super().setup(**given)
+        own: Any = OmegaConf.to_container(self.config.hydra.launcher, resolve=True)
+        reason = f"is for hydra/launcher=checked, not {own['_target_']}"
+        command_of(self.config).refuse("jobs", "task", reason=reason)
+        self.jobs = self.kind(own)
+
+    def train(self, points: Sequence[Point], first: int = 0) -> Iterator[OneLineError | None]:
+        return self.jobs.train(points, first, self)
+
+    def __call__(self, planned: Point, number: int, state: Any) -> None:
+        """Trains a point in its job."""
+        Singleton.set_state(state)
+        setup_globals()
+        in_job(planned, self.jobs.own["cpus_per_task"], partial(self.job, number, planned))
+
+    def checkpoint(self, *arguments: Any) -> Any:
+        """Returns what submitit submits when it queues a job again: the same."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self, *arguments)
+
+
+class SlurmLauncher(LocalLauncher):
+    """Trains points in an array of SLURM."""
+
+    kind = SlurmJobs
 
 
 class PointSweeper(BasicSweeper):

@@ -40,7 +40,7 @@ NOT_STARTED = "not started"
 # sweepers that try every value and choose none: they need no validation split
 GRIDS = ("hydra_plugins.checked.", "hydra._internal.core_plugins.basic_sweeper.")
 # launchers whose jobs run on other machines, which check what this one lacks
-ELSEWHERE = ("hydra_plugins.clusters.SlurmLauncher", "hydra_plugins.hydra_ray_launcher.")
+ELSEWHERE = ("hydra_plugins.checked.SlurmLauncher", "hydra_plugins.hydra_ray_launcher.")
 CLASSES = 10  # of a model whose images are not here
 PLACES = {  # of data sets that are downloaded, in their root
     f"{SOURCES}:cifar10": "cifar-10-batches-py",

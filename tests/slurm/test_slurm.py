@@ -57,7 +57,13 @@ def partitions() -> list[str]:
 LOW, *_, HIGH = partitions()
 SLURM = words_of(f"-m hydra/launcher=submitit_slurm hydra.launcher.partition={LOW}")
 MINE = (OWN, SHORT, "resume=auto")
-LONG = (SMALL, "recipe.epochs=150", "checkpoint.every_epochs=10", "dataset.workers=0", "resume=auto")
+LONG = (
+    SMALL,
+    "recipe.epochs=150",
+    "checkpoint.every_epochs=10",
+    "dataset.workers=0",
+    "resume=auto",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -203,7 +209,9 @@ def test_a_job_that_fails_has_its_line_and_its_status():
 
 
 def test_what_only_the_machine_lacks_that_submits_is_a_remark_and_each_job_checks_itself():
-    result = train(SLURM, SMALL, "resume=auto", "recipe.precision=float16", "device=auto", apart=True)
+    result = train(
+        SLURM, SMALL, "resume=auto", "recipe.precision=float16", "device=auto", apart=True
+    )
     remark, line = result.lines
     assert remark.startswith("not here: recipe.precision=float16")
     assert line.startswith("train.py: recipe.precision=float16")
@@ -261,7 +269,16 @@ def test_several_tasks_of_a_run_are_refused():
     words = (SMALL, "resume=auto", "name=mine")
     result = train(SLURM, words, "hydra.launcher.tasks_per_node=2")
     assert_refused(result, "hydra.launcher.tasks_per_node=2", "devices=N")
-    command = ("srun", f"-p{LOW}", "-n2", "-N1", sys.executable, ROOT / "train.py", *LONG, "name=mine")
+    command = (
+        "srun",
+        f"-p{LOW}",
+        "-n2",
+        "-N1",
+        sys.executable,
+        ROOT / "train.py",
+        *LONG,
+        "name=mine",
+    )
     tasks = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "is training outputs/mine; a run is one task of a job" in tasks.stderr
     assert statuses() == ["finished"]
