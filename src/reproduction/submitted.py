@@ -206,7 +206,8 @@ def in_job(point: Point, cores: int | None, train: Callable[[], OneLineError | N
     """
     import submitit
 
-    sys.argv = [str(TRAIN)]  # says who ends
+    sys.argv = [str(TRAIN)]  # which says its errors,
+    sys.path[0] = str(TRAIN.parent)  # and beside which own code lies
     signal.signal(signal.SIGUSR1, signal.getsignal(signal.SIGUSR2))  # while there is no run
     if cores is not None:  # torch, which reads them, is not imported yet
         os.environ[CORES] = str(cores)

@@ -1,6 +1,7 @@
 """Launchers and sweepers that are plugins of Hydra's run, stop, requeue and choose as ours do."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -42,17 +43,32 @@ def test_a_launcher_runs_a_sweep_once_and_ends_in_one_table(launcher: str):
     assert len(runs()) == 4
 
 
-@pytest.mark.parametrize(
-    ("signal", "status", "state"), [("SIGUSR2", 0, "finished"), ("SIGTERM", 1, "interrupted")]
-)
-def test_submitit_requeues_a_run_and_one_that_is_ended_goes_on(
-    signal: str, status: int, state: str
+ANSWERS = [  # what squeue says of the job after a signal to its run, and how the run ends
+    ("SIGUSR2", "exit 1", "finished"),
+    ("SIGTERM", "exit 1", "interrupted"),
+    ("SIGTERM", "echo 5 RUNNING", "finished"),
+    ("SIGUSR1", "echo 5 RUNNING", "finished"),
+    ("SIGTERM", "echo 5 COMPLETING", "interrupted"),
+    ("SIGTERM", "sleep 60", "interrupted"),
+    ("SIGKILL", "echo 5 RUNNING", "interrupted"),
+]
+
+
+@pytest.mark.parametrize(("signal", "answer", "state"), ANSWERS)
+def test_a_job_is_queued_again_or_its_folder_tells_its_end_and_it_goes_on(
+    signal: str, answer: str, state: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    (here / "squeue").write_text(f"#!/bin/sh\n{answer}\n")
+    (here / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{here}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
     sweep = (words_of("-m hydra/launcher=submitit_local seed=0,1"), MINE)
     with disturbed(signal, at=70):
         result = train(sweep, apart=True)
-    assert result.status == status, result
-    assert set(statuses()) == {state}
+    assert result.status == (state != "finished"), result
+    assert len(result.lines) == (2 if state == "interrupted" else 0)
+    assert set(statuses()) == {state if signal != "SIGKILL" else "running"}  # by the summaries
+    assert f"2 {state}" in result.out
     assert_succeeded(train(sweep, apart=True))
     assert statuses() == ["finished"] * 2
     whole = trained("seed=0", MINE, name="whole", root="other")

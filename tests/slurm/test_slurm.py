@@ -36,6 +36,7 @@ from tests.doors import (
     words_of,
 )
 from tests.images import OWN, disturbed
+from tests.pages import codes
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -59,7 +60,7 @@ SLURM = words_of(f"-m hydra/launcher=submitit_slurm hydra.launcher.partition={LO
 MINE = (OWN, SHORT, "resume=auto")
 LONG = (
     SMALL,
-    "recipe.epochs=150",
+    "recipe.epochs=100",
     "checkpoint.every_epochs=10",
     "dataset.workers=0",
     "resume=auto",
@@ -95,6 +96,16 @@ def begun(name: str) -> str:
     return job
 
 
+def node_of(job: str) -> str:
+    return told("squeue", "--noheader", "--format=%N", "--job", job).strip()
+
+
+def preempt(job: str) -> None:
+    """Submits a job that takes the node of another one."""
+    node = f"-w{node_of(job)}"
+    told("sbatch", f"-p{HIGH}", node, "--exclusive", "--wrap=sleep 3", "-o/dev/null")
+
+
 @contextmanager
 def sweeping(*words: object) -> Iterator[subprocess.Popen[str]]:
     with started(SLURM, LONG, words) as process:  # type: ignore[arg-type]
@@ -121,8 +132,7 @@ def test_a_job_that_is_queued_again_ends_as_an_undisturbed_run(event: str, whole
     with sweeping("name=mine") as process:
         job = begun("mine")
         if event == "preempted":
-            node = told("squeue", "--noheader", "--format=%N", "--job", job).strip()
-            told("sbatch", f"-p{HIGH}", f"-w{node}", "--exclusive", "--wrap=sleep 3", "-o/dev/null")
+            preempt(job)
         elif event == "requeue":
             told("scontrol", "requeue", job)
         else:
@@ -134,16 +144,16 @@ def test_a_job_that_is_queued_again_ends_as_an_undisturbed_run(event: str, whole
 
 
 def test_a_run_ends_in_spite_of_time_limits():
-    limit = ("hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=45")
+    limit = ("hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=20")
     words = (LONG, "recipe.epochs=600")
     with started(SLURM, words, limit, "name=mine") as process:
-        result = ended(process, 600)
+        result = ended(process, 900)
     assert_whole(result, trained(words, name="whole", root="other"))
     assert len(Run("outputs/mine").summary["starts"]) > 1
 
 
 def test_a_run_that_needs_more_time_than_allowed_is_told():
-    limit = "timeout_min=1 signal_delay_s=45 max_num_timeout=0"
+    limit = "timeout_min=1 signal_delay_s=20 max_num_timeout=0"
     words = [f"hydra.launcher.{word}" for word in limit.split()]
     result = train(SLURM, LONG, "recipe.epochs=5000", words, "name=mine", apart=True)
     assert result.status == 1
@@ -155,7 +165,7 @@ def test_a_run_on_a_node_that_dies_goes_on_on_another(whole: Run):
     """slurmd and the steps of the node are killed, and the node is declared down."""
     with sweeping("name=mine") as process:
         job = begun("mine")
-        node = told("squeue", "--noheader", "--format=%N", "--job", job).strip()
+        node = node_of(job)
         os.kill(int(Path("outputs/mine/.lock").read_text().split()[1]), signal.SIGKILL)
         told("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
         try:
@@ -282,3 +292,39 @@ def test_several_tasks_of_a_run_are_refused():
     tasks = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "is training outputs/mine; a run is one task of a job" in tasks.stderr
     assert statuses() == ["finished"]
+
+
+# --- without submitit ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("event", ["preempted", "scancel"])
+def test_the_batch_file_of_the_page_tells_preemption_from_scancel(
+    event: str, whole: Run, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
+    Path("mine.yaml").write_text("{title: One, rows: {mine: {}}, seeds: 1}")
+    (batch,) = codes((ROOT / "docs/clusters.md").read_text(), "bash")
+    replaced = {
+        "--array=0-23": "--array=0-0",
+        "#SBATCH --gpus-per-node": "# no",
+        "=8": "=1",
+        ".venv/bin/python": sys.executable,
+        "table1 task": f"mine.yaml {' '.join(LONG)} name=mine task",
+    }
+    for old, new in replaced.items():
+        assert old in batch
+        batch = batch.replace(old, new)
+    Path("batch").write_text(batch)
+    array = told("sbatch", "--parsable", f"-p{LOW}", "batch").strip()
+    job = begun("mine")
+    assert job == f"{array}_0"
+    if event == "preempted":
+        preempt(job)
+    else:
+        told("scancel", job)
+    eventually(lambda: job not in queue())
+    if event == "preempted":
+        assert same(Run("outputs/mine"), whole) == []
+        assert accounted(job) == ["REQUEUED|0:0", "COMPLETED|0:0"]
+    else:
+        assert statuses() == ["interrupted"]
