@@ -214,17 +214,23 @@ def in_job(point: Point, cores: int | None, train: Callable[[], OneLineError | N
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // point.config.devices)))
     with one_line_errors():
         try:
-            Sweep([point]).check()
-            error = train()
-        except OneLineError as refused:
-            error = refused
-        except KeyboardInterrupt as interrupt:
-            queue_again(interrupt)
-            raise
-        if error is not None:
+            attempt(point, train)
+        except OneLineError as error:
             content = json.dumps((str(error), error.status))
             write_text(noted(submitit.JobEnvironment().paths), content)
-            raise error
+            raise
+
+
+def attempt(point: Point, train: Callable[[], OneLineError | None]) -> None:
+    """Checks a point on this machine and trains it. Raises the error of its run."""
+    Sweep([point]).check()
+    try:
+        error = train()
+    except KeyboardInterrupt as interrupt:
+        queue_again(interrupt)
+        raise
+    if error is not None:
+        raise error
 
 
 def queue_again(interrupt: KeyboardInterrupt) -> None:
