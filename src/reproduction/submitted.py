@@ -109,8 +109,10 @@ class Jobs:
         parameters = {f"{self.cluster}_{key}": x for key, x in {**self.own, **more}.items()}
         for key in ("_target_", "submitit_folder"):
             del parameters[f"{self.cluster}_{key}"]
+        of_class = {}
         most = f"{self.cluster}_max_num_timeout"
-        of_class = {key: parameters.pop(key) for key in (most,) if key in parameters}
+        if most in parameters:
+            of_class[most] = parameters.pop(most)
         executor = submitit.AutoExecutor(self.own["submitit_folder"], self.cluster, **of_class)
         executor.update_parameters(**parameters)
         return executor

@@ -25,6 +25,7 @@ from tests.doors import (
     assert_succeeded,
     ended,
     eventually,
+    line_of,
     run,
     runs,
     same,
@@ -262,7 +263,7 @@ def test_the_same_command_waits_for_jobs_of_one_that_was_ended(signum: int, whol
 def test_a_study_is_trained_and_several_ranks_are_queued_again():
     Path("mine.yaml").write_text("{title: One, rows: {plain: ['augmentation=[]']}, seeds: 2}")
     words = ("mine.yaml", SLURM[1:], "devices=2", "hydra.launcher.cpus_per_task=2", MINE)
-    with disturbed("SIGUSR2", at=25):
+    with disturbed("SIGUSR2", at=40):
         result = run("scripts/reproduce.py", words, apart=True)
     assert_succeeded(result, "2 of 2 runs are finished")
     assert statuses() == ["finished"] * 2
@@ -275,16 +276,8 @@ def test_several_tasks_of_a_run_are_refused():
     words = (SMALL, "resume=auto", "name=mine")
     result = train(SLURM, words, "hydra.launcher.tasks_per_node=2")
     assert_refused(result, "hydra.launcher.tasks_per_node=2", "devices=N")
-    command = (
-        "srun",
-        f"-p{LOW}",
-        "-n2",
-        "-N1",
-        sys.executable,
-        ROOT / "train.py",
-        *LONG,
-        "name=mine",
-    )
+    words = line_of((LONG, "name=mine"))
+    command = ["srun", f"-p{LOW}", "-n2", "-N1", sys.executable, str(ROOT / "train.py"), *words]
     tasks = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "is training outputs/mine; a run is one task of a job" in tasks.stderr
     assert statuses() == ["finished"]
@@ -305,7 +298,7 @@ def test_the_batch_file_of_the_page_tells_preemption_from_scancel(
         "#SBATCH --gpus-per-node": "# no",
         "=8": "=1",
         ".venv/bin/python": sys.executable,
-        "table1 task": f"mine.yaml {' '.join(LONG)} name=mine task",
+        "table1 task": f"mine.yaml {' '.join(line_of(LONG))} name=mine task",
     }
     for old, new in replaced.items():
         assert old in batch
