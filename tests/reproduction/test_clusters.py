@@ -8,12 +8,12 @@ import pytest
 from tests.doors import (
     SHORT,
     SMALL,
+    Run,
     assert_refused,
     assert_succeeded,
     eventually,
     runs,
     started,
-    statuses,
     train,
 )
 from tests.images import OWN, disturbed
@@ -78,6 +78,6 @@ def test_a_run_is_one_task_of_a_job(monkeypatch: pytest.MonkeyPatch):
         assert_refused(train(SLURM, SMALL, word), word, "devices=N")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     with started(SMALL, "recipe.epochs=1000", "name=mine") as process:
-        eventually(lambda: statuses() == ["running"])
+        eventually(lambda: Run("outputs/mine").lines)
         again = train(SMALL, "recipe.epochs=1000", "name=mine", "resume=auto")
         assert_refused(again, f"process {process.pid}", "job 5", "devices=N")
