@@ -291,7 +291,7 @@ def test_the_batch_file_of_the_page_tells_preemption_from_scancel(
     event: str, whole: Run, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
-    Path("mine.yaml").write_text("{title: One, rows: {mine: {}}, seeds: 1}")
+    Path("mine.yaml").write_text("{title: One, rows: {mine: ['augmentation=[htm,vtm]']}, seeds: 1}")
     (batch,) = codes((ROOT / "docs/clusters.md").read_text(), "bash")
     replaced = {
         "--array=0-23": "--array=0-0",
