@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ from reproduction.config import validated
 from reproduction.errors import (
     OneLineError,
     PlainError,
+    Stopped,
     UserError,
     one_line_errors,
     say,
@@ -125,6 +127,8 @@ def train_job(tree: DictConfig, own: Any) -> float | None:
         Sweep([point]).check()
         train_here(point)
     except KeyboardInterrupt as interrupt:
+        if isinstance(interrupt.__cause__, Stopped):  # the launcher's handler may end all
+            signal.raise_signal(interrupt.__cause__.signum)
         ended = PlainError(interrupt)
         notes.add_error(own.job.num, ended)
         raise ended from interrupt
