@@ -30,7 +30,7 @@ ifeq ($(MAKELEVEL),0)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev quickstart test test-all test-lowest test-plugins lint format lock audit report clean status runs \
+.PHONY: help setup setup-dev quickstart test test-all test-lowest test-plugins test-slurm lint format lock audit report clean status runs \
   $(REPRODUCED) $(SWEEPS) latency study publish check-published cost bench check-gpu chaos
 
 help:  ## list all targets
@@ -94,8 +94,11 @@ test-lowest: .venv-tools/installed  ## run `make test` with the lowest versions 
 	.venv-plugins/bin/pip install --quiet --requirement requirements-plugins.txt
 	touch $@
 
-test-plugins: .venv-plugins/installed  ## run the tests of Hydra's joblib, submitit and Optuna plugins
+test-plugins: .venv-plugins/installed  ## run the tests of Hydra's joblib and Optuna plugins and of submitit
 	PYTHONPATH=src .venv-plugins/bin/python -m pytest tests/plugins -n 0
+
+test-slurm: .venv-plugins/installed  ## run sweeps on the SLURM cluster of this machine, as root; takes half an hour
+	TEST_SLURM=1 PYTHONPATH=src .venv-plugins/bin/python -m pytest tests/slurm -n 0
 
 # The paper's tables and sweeps, with the variables that `make help` lists.
 # SET="key=value ..." has overrides of train.py for all rows, DATA the folder with CIFAR and imagenet/.

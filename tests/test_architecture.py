@@ -10,7 +10,7 @@ SOURCE = ROOT / "src"
 # Packages and modules of `reproduction`; each may import those of the lines above its own.
 LAYERS = (
     ("files", "machine"),
-    ("errors",),
+    ("cluster", "errors"),
     ("door",),
     ("config",),
     ("identity", "reading"),
@@ -21,6 +21,7 @@ LAYERS = (
     ("jobs", "studies"),
     ("sweep",),
     ("application",),
+    ("submitted",),
     ("__init__",),
 )
 LIBRARY = {"torch", "numpy", "scipy", "einops", "tokenmixup"}  # what the library may import
@@ -66,7 +67,13 @@ def test_only_hydra_loads_the_plugins_which_import_the_experiments():
         assert not any(module.startswith("hydra_plugins") for module in modules), path
         if path.parent.name == "hydra_plugins":
             tops = {module.partition(".")[0] for module in modules}
-            assert tops <= STANDARD | {"hydra", "omegaconf", "pathlib", "reproduction"}, path
+            assert tops <= STANDARD | {
+                "hydra",
+                "omegaconf",
+                "pathlib",
+                "reproduction",
+                "submitit",
+            }, path
 
 
 def test_imports_of_the_experiments_point_one_way():

@@ -1,22 +1,25 @@
-"""Hydra's plugins of this project: a launcher that checks all points first, and two sweepers.
+"""Hydra's plugins of this project: launchers that check all points first, and two sweepers.
 
 Hydra finds them here, and executes this file for it: nothing else imports it.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job
-from omegaconf import DictConfig
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job, setup_globals
+from omegaconf import DictConfig, OmegaConf
 
 from reproduction.application import Notes
 from reproduction.compose import Point, command_of, planned_point
 from reproduction.config import StudyWords, validated
-from reproduction.errors import say
+from reproduction.errors import OneLineError, say
 from reproduction.jobs import in_processes, objective, train_here
+from reproduction.submitted import Jobs, SlurmJobs, in_job
 from reproduction.sweep import PointLauncher, Sweep, check_choice, error_of
 
 
@@ -38,34 +41,32 @@ class CheckedLauncher(PointLauncher):
         )
         sweep = Sweep([planned_point(words) for words in job_overrides])
         check_choice(sweep.points, own.sweeper._target_)
-        sweep.check()
+        sweep.check(own.launcher._target_)
         notes = Notes(Path(own.sweep.dir))
         for number, planned in enumerate(sweep.points, initial_job_idx):
             notes.add(number, planned)
-        ends = [*self.train(sweep.points, initial_job_idx)]
-        for number, end in enumerate(ends, initial_job_idx):
-            error = error_of(end)
+        ends = list[JobReturn]()
+        errors = [*self.train(sweep.points, initial_job_idx)]
+        for planned, error in zip(sweep.points, errors, strict=True):
+            end = JobReturn(planned.words, status=JobStatus.COMPLETED)
+            end.return_value = objective(planned, command.objective)
             if error is not None:
-                notes.add_error(number, error)
-        return ends
-
-    def train(self, points: Sequence[Point], first: int = 0) -> Iterator[JobReturn]:
-        """Trains points, and yields how each one ended; one that fails ends no other."""
-        command = command_of(self.config)
-        if command.jobs is None:
-            for number, planned in enumerate(points, first):
-                yield self.job(number, planned)
-            return
-        for planned, error in zip(points, in_processes(points, command.jobs), strict=True):
-            if error is None:
-                end = JobReturn(planned.words, status=JobStatus.COMPLETED)
-                end.return_value = objective(planned, command.objective)
-            else:
+                notes.add_error(initial_job_idx + len(ends), error)
                 end = JobReturn(planned.words, status=JobStatus.FAILED)
                 end.return_value = error
-            yield end
+            ends.append(end)
+        return ends
 
-    def job(self, number: int, planned: Point) -> JobReturn:
+    def train(self, points: Sequence[Point], first: int = 0) -> Iterator[OneLineError | None]:
+        """Trains points, and yields the error of each; one that fails ends no other."""
+        jobs = command_of(self.config).jobs
+        if jobs is not None:
+            yield from in_processes(points, jobs)
+            return
+        for number, planned in enumerate(points, first):
+            yield self.job(number, planned)
+
+    def job(self, number: int, planned: Point) -> OneLineError | None:
         """Trains a point in this process, as Hydra's own launcher runs a job."""
 
         def train(tree: DictConfig) -> float | None:
@@ -75,13 +76,51 @@ class CheckedLauncher(PointLauncher):
         own = self.config.hydra
         configure_log(own.hydra_logging, own.verbose)
         assert own.sweep.dir  # which has the time: its first reader decides it for all jobs
-        return run_job(
+        end = run_job(
             hydra_context=self.hydra_context,
             task_function=train,
             config=planned.job(self.config, number),
             job_dir_key="hydra.sweep.dir",
             job_subdir_key="hydra.sweep.subdir",
         )
+        return error_of(end)
+
+
+class LocalLauncher(CheckedLauncher):
+    """Trains each point in a job of submitit on this machine."""
+
+    kind: type[Jobs] = Jobs
+
+    def __init__(self, **_: Any):
+        """The keys of hydra.launcher are read in their tree, where they are plain values."""
+
+    def setup(self, **given: Any) -> None:
+        super().setup(**given)
+        own: Any = OmegaConf.to_container(self.config.hydra.launcher, resolve=True)
+        reason = f"is for hydra/launcher=checked, not {own['_target_']}"
+        command_of(self.config).refuse("jobs", "task", reason=reason)
+        self.jobs = self.kind(own)
+
+    def train(self, points: Sequence[Point], first: int = 0) -> Iterator[OneLineError | None]:
+        return self.jobs.train(points, first, self)
+
+    def __call__(self, planned: Point, number: int, state: Any) -> None:
+        """Trains a point in its job."""
+        Singleton.set_state(state)
+        setup_globals()
+        in_job(planned, self.jobs.own["cpus_per_task"], partial(self.job, number, planned))
+
+    def checkpoint(self, *arguments: Any) -> Any:
+        """Returns what submitit submits when it queues a job again: the same."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self, *arguments)
+
+
+class SlurmLauncher(LocalLauncher):
+    """Trains points in an array of SLURM."""
+
+    kind = SlurmJobs
 
 
 class PointSweeper(BasicSweeper):
@@ -105,7 +144,7 @@ class PointSweeper(BasicSweeper):
             say(sweep.listing())
             return []
         sweep = sweep.only(command.task)
-        sweep.check()
+        sweep.check(self.config.hydra.launcher._target_)
         errors = sweep.launch(self.launcher, command.task or 0)
         sweep.conclude(errors)
         return []

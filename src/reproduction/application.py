@@ -127,7 +127,7 @@ def train_job(tree: DictConfig, own: Any) -> float | None:
         Sweep([point]).check()
         train_here(point)
     except KeyboardInterrupt as interrupt:
-        if isinstance(interrupt.__cause__, Stopped):  # submitit's handler may requeue, and exit
+        if isinstance(interrupt.__cause__, Stopped):  # the launcher's handler may end all
             signal.raise_signal(interrupt.__cause__.signum)
         ended = PlainError(interrupt)
         notes.add_error(own.job.num, ended)

@@ -198,5 +198,9 @@ class Pulse:
 
 
 def hide_warnings() -> None:
-    """Hides Pillow's warnings in a program of ours: they name no file."""
+    """Hides warnings in a program of ours: Pillow's name no file, Hydra's no fault of a user.
+
+    Hydra's are about launchers that have the name of a plugin's, and its keys.
+    """
     warnings.filterwarnings("ignore", module=r"PIL\.")
+    warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/submitit_")

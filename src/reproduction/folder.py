@@ -5,7 +5,7 @@ metrics.jsonl     one line per training step and one per evaluated epoch
 summary.json      status (running, finished, interrupted, failed), data, result, accuracies by epoch
 report.md         the result of a finished run, with pictures (.png, .pdf)
 evaluation-*      what eval.py has written
-.lock             held by the training process
+.lock             held by the training process; names it, and the job that trains or will train this
 checkpoints/      last.pt and older ones to resume from, best.safetensors for evaluation
 
 A checkpoint holds configuration and summary as well, and counts where a loss of power has damaged
@@ -28,6 +28,7 @@ from typing import Any, Literal
 import yaml
 from filelock import FileLock, Timeout
 
+from reproduction.cluster import is_restarted, job_id
 from reproduction.config import Config
 from reproduction.errors import OneLineError, UserError, of_system, warn
 from reproduction.files import flush, is_left_over, naming, write_text
@@ -140,6 +141,23 @@ class RunFolder:
             except BlockingIOError:
                 return True
         return False
+
+    def holder(self) -> str:
+        """Returns which process trains this run, or was the last to."""
+        return self.lock_path.read_text().strip().replace("\n", ", ") or "another process"
+
+    def job(self) -> str | None:
+        """Returns the job of a cluster to which this run was given last, if any."""
+        if not os.path.lexists(self.lock_path):
+            return None
+        with _named(self.lock_path):
+            _, _, job = self.lock_path.read_text().partition(OF_A_JOB)
+        return job.strip() or None
+
+    def give_to(self, job: str) -> None:
+        """Records the job that was submitted to train this run."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.lock_path.write_text(f"{OF_A_JOB}{job}\n")
 
     def checkpoints(self) -> list[Path]:
         """Returns the checkpoints to resume from, newest first."""
@@ -430,8 +448,9 @@ def _runs(root: Path, mtime: int) -> defaultdict[str, list[RunFolder]]:
 
 # --- lock ---------------------------------------------------------------------------------------
 
+OF_A_JOB = "job "  # before its id, in a line of the lock
 PATIENCE = 0.5  # seconds: a reader may hold the lock briefly, or its owner may be exiting
-PATIENCE_OF_RANKS = 60.0  # of torchrun: the first rank before a restart may still shut down
+PATIENCE_AT_RESTART = 60.0  # of torchrun or of a job: what ran before may still shut down
 
 
 @contextmanager
@@ -445,13 +464,19 @@ def hold(folder: RunFolder) -> Iterator[None]:
         return
     path = folder.lock_path
     lock = FileLock(path, poll_interval=0.02, fallback_to_soft=False)
+    job = job_id()
+    text = f"process {os.getpid()} on {socket.gethostname()}\n"
+    if job is not None:
+        text += f"{OF_A_JOB}{job}\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(PATIENCE_OF_RANKS if launched_ranks() else PATIENCE)
-        path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.acquire(PATIENCE_AT_RESTART if launched_ranks() or is_restarted() else PATIENCE)
+        path.write_text(text)
     except Timeout:
-        holder = path.read_text().strip() or "another process"
-        raise UserError(f"name={folder.path.name}: {holder} is training {folder.path}") from None
+        taken = f"name={folder.path.name}: {folder.holder()} is training {folder.path}"
+        if job is not None and folder.job() == job:
+            taken += "; a run is one task of a job, in which devices=N starts N processes"
+        raise UserError(taken) from None
     except OSError as error:
         raise of_system(error, f"output_root={folder.path.parent}") from error
     try:

@@ -7,7 +7,7 @@ writes, it has at the end; nothing is read a second time.
 import sys
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +39,8 @@ if TYPE_CHECKING:  # imports pandas
 NOT_STARTED = "not started"
 # sweepers that try every value and choose none: they need no validation split
 GRIDS = ("hydra_plugins.checked.", "hydra._internal.core_plugins.basic_sweeper.")
+# launchers whose jobs run on other machines, which check what this one lacks
+ELSEWHERE = ("hydra_plugins.checked.SlurmLauncher", "hydra_plugins.hydra_ray_launcher.")
 CLASSES = 10  # of a model whose images are not here
 PLACES = {  # of data sets that are downloaded, in their root
     f"{SOURCES}:cifar10": "cifar-10-batches-py",
@@ -50,8 +52,8 @@ class PointLauncher(Launcher):
     """A launcher of ours: it gets points, and not their words."""
 
     @abstractmethod
-    def train(self, points: Sequence[Point], first: int) -> Iterator[JobReturn]:
-        """Trains points, the first of this number, and yields how each one ended."""
+    def train(self, points: Sequence[Point], first: int) -> Iterator[OneLineError | None]:
+        """Trains points, the first of this number, and yields the error of each or None."""
 
 
 def error_of(end: JobReturn) -> OneLineError | None:
@@ -94,20 +96,19 @@ class Sweep:
             raise UserError(f"task={task}: must be 0 to {len(self.points) - 1}")
         return replace(self, points=[self.points[task]], is_whole=False)
 
-    def check(self) -> None:
-        """Raises UserError for a point that cannot run, before the first one starts."""
-        check(self.points)
+    def check(self, launcher: str = "") -> None:
+        """Raises UserError for a point that cannot run, before the first one starts.
+
+        What this machine lacks is only told if the launcher, a class, has its jobs elsewhere.
+        """
+        for text in check(self.points, is_dry=launcher.startswith(ELSEWHERE)):
+            warn(text)
 
     def launch(self, launcher: Launcher, first: int = 0) -> list[OneLineError]:
         """Lets a launcher train the points, from this number on, and returns their errors."""
         errors = []
         try:
-            if isinstance(launcher, PointLauncher):
-                ends = launcher.train(self.points, first)
-            else:
-                ends = iter(launcher.launch([point.words_of_job for point in self.points], first))
-            for point, end in zip(self.points, ends, strict=True):
-                error = error_of(end)
+            for point, error in zip(self.points, self._ends(launcher, first), strict=True):
                 # another process may have held the lock, and finished the run meanwhile
                 is_done = isinstance(error, UserError) and point.folder.is_finished()
                 if error is not None and not is_done:
@@ -115,6 +116,12 @@ class Sweep:
         except KeyboardInterrupt as interrupt:
             errors.append(self.interrupted_by(interrupt))
         return errors
+
+    def _ends(self, launcher: Launcher, first: int) -> Iterable[OneLineError | None]:
+        """Yields the error of each point, None of one without."""
+        if isinstance(launcher, PointLauncher):
+            return launcher.train(self.points, first)
+        return map(error_of, launcher.launch([point.words_of_job for point in self.points], first))
 
     def interrupted_by(self, interrupt: KeyboardInterrupt) -> Interrupted:
         """Returns the error of a sweep that a signal has ended."""
@@ -194,7 +201,7 @@ class Sweep:
             rows.append(row)
             folders.append(f"{task}: {run.path}")
             counts[run.status] += 1
-        lacks = [f"not here: {text}" for text in check(self.points, is_dry=True)]
+        lacks = check(self.points, is_dry=True)
         total = "1 run" if len(rows) == 1 else f"{len(rows)} runs"
         each = ", ".join(f"{count} {status}" for status, count in counts.most_common())
         table = as_markdown(pd.DataFrame(rows))
@@ -254,7 +261,7 @@ def check(points: Sequence[Point], is_dry: bool = False) -> list[str]:
             checks.check_folder(point)
             if not point.folder.is_finished():
                 checks.check_run(point.config)
-    return [*checks.lacks]
+    return [f"not here: {text}" for text in checks.lacks]
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Launchers and sweepers that are plugins of Hydra's run, stop, requeue and choose as ours do."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import yaml
 from tests.doors import (
     SHORT,
     SMALL,
+    Run,
     assert_refused,
     assert_succeeded,
     run,
@@ -42,21 +44,46 @@ def test_a_launcher_runs_a_sweep_once_and_ends_in_one_table(launcher: str):
     assert len(runs()) == 4
 
 
-@pytest.mark.parametrize(
-    ("signal", "status", "state"), [("SIGUSR2", 0, "finished"), ("SIGTERM", 1, "interrupted")]
-)
-def test_submitit_requeues_a_run_and_one_that_is_ended_goes_on(
-    signal: str, status: int, state: str
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that nothing has disturbed."""
+    return trained(MINE, root=tmp_path_factory.mktemp("whole"))
+
+
+ANSWERS = [  # what squeue says of the job after a signal to its run, and how the run ends
+    ("SIGUSR2", "exit 1", "finished"),
+    ("SIGTERM", "exit 1", "interrupted"),
+    ("SIGTERM", "echo 5 RUNNING", "finished"),
+    ("SIGUSR1", "echo 5 RUNNING", "finished"),
+    ("SIGTERM", "echo 5 COMPLETING", "interrupted"),
+    ("SIGTERM", "sleep 60", "interrupted"),
+    ("SIGKILL", "echo 5 RUNNING", "interrupted"),
+]
+
+
+@pytest.mark.parametrize(("signal", "answer", "state"), ANSWERS)
+def test_a_job_is_queued_again_or_its_folder_tells_its_end_and_it_goes_on(
+    signal: str,
+    answer: str,
+    state: str,
+    whole: Run,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    sweep = (words_of("-m hydra/launcher=submitit_local seed=0,1"), MINE)
+    (here / "squeue").write_text(f"#!/bin/sh\n{answer}\n")
+    (here / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{here}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    sweep = (words_of("-m hydra/launcher=submitit_local"), MINE)
     with disturbed(signal, at=70):
         result = train(sweep, apart=True)
-    assert result.status == status, result
-    assert set(statuses()) == {state}
-    assert_succeeded(train(sweep, apart=True))
-    assert statuses() == ["finished"] * 2
-    whole = trained("seed=0", MINE, name="whole", root="other")
-    assert same(runs()[0], whole) == []
+    assert result.status == (state != "finished"), result
+    assert len(result.lines) == (state == "interrupted")
+    told = "1 of 1 runs are finished" if state == "finished" else "1 interrupted"
+    assert told in result.out
+    assert_succeeded(train(sweep))
+    (run,) = runs()
+    assert same(run, whole) == []
 
 
 def test_optuna_chooses_on_a_validation_split_and_repeats_no_run():
@@ -72,7 +99,8 @@ def test_optuna_chooses_on_a_validation_split_and_repeats_no_run():
     assert refused.status == 2
     assert "dataset.validation" in refused.lines[-1]  # Optuna has told of its study before
     assert runs() == []
-    assert_succeeded(train(sweep, "dataset.validation=0.2", apart=True), "4 of 4 runs are finished")
+    in_jobs = (sweep, "dataset.validation=0.2", "hydra/launcher=submitit_local")
+    assert_succeeded(train(in_jobs, apart=True), "4 of 4 runs are finished")
     (path,) = Path("outputs/.sweeps").glob("*/optimization_results.yaml")
     assert best_value(path) == max(run.summary["val_top1_last"] for run in runs())
     seconds = [run.summary["seconds"] for run in runs()]

@@ -248,9 +248,14 @@ def test_the_batch_file_stops_the_run_and_queues_it_again_at_the_time_limit(here
     assert (here / "requeued").exists()
 
 
-def test_the_batch_file_leaves_a_preempted_run_to_the_cluster(here: Path):
+@pytest.mark.parametrize("is_of_scancel", [True, False])
+def test_the_batch_file_queues_a_preempted_run_again_and_none_that_scancel_ends(
+    is_of_scancel: bool, here: Path
+):
+    """Of scancel's signal SLURM lets the shell know, too."""
     job = start_batch(here)
-    job.send_signal(signal.SIGTERM)
-    os.kill(int((here / "step").read_text()), signal.SIGTERM)  # SLURM signals both
+    if is_of_scancel:
+        job.send_signal(signal.SIGTERM)
+    os.kill(int((here / "step").read_text()), signal.SIGTERM)
     assert job.wait(PATIENCE) == 130
-    assert not (here / "requeued").exists()
+    assert (here / "requeued").exists() != is_of_scancel

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -196,6 +197,7 @@ def _spawned(function: Callable[[Config], Any], config: Config) -> Ended:
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)  # says it too
     first = 0
     with TemporaryDirectory() as meeting, handling(forward):
+        start_tracker()
         given = function, config, Path(meeting)
         ranks = mp.spawn(_new_rank, given, config.devices, join=False)  # CUDA: not after a fork
         pids += ranks.pids()
@@ -208,6 +210,13 @@ def _spawned(function: Callable[[Config], Any], config: Config) -> Ended:
             first = error.error_index
         outcomes = _outcomes(Path(meeting))
     return Ended(received, outcomes, [process.exitcode for process in ranks.processes], first)
+
+
+def start_tracker() -> None:
+    """Starts Python's resource tracker, deaf to signals: a scheduler sends its to all processes."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _outcomes(meeting: Path) -> dict[int, Any]:

@@ -5,6 +5,7 @@ The epochs are in fit.py, what ends a run in stop.py, its processes in ranks.py.
 
 import math
 import platform
+import signal
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -185,10 +186,11 @@ def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
             try:
                 results = fit(run, state)
                 status = "finished"
-            except Stopped:  # on all ranks after the same step
+            except Stopped as stop:  # on all ranks after the same step
                 write_metrics(run, state)  # first: the checkpoint counts their bytes
                 if world.is_main:
-                    say(f"stopping after step {run.trainer.step} (a second Ctrl-C: at once)")
+                    hint = " (a second Ctrl-C: at once)" if stop.signum == signal.SIGINT else ""
+                    say(f"stopping after step {run.trainer.step}{hint}")
                 save_checkpoint(run, state)
                 raise
             except Exception as error:
