@@ -33,8 +33,11 @@ endif
 .PHONY: help setup setup-dev quickstart test test-all test-lowest test-plugins test-slurm lint format lock audit report clean status runs \
   $(REPRODUCED) $(SWEEPS) latency study publish check-published cost bench check-gpu chaos
 
+##@ Using
+
 help:  ## list all targets
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-20s %s\n", $$1, $$2}'
+	@awk -F ':.*## *' '/^##@/ {print "\n" substr($$0, 5)} /^[a-z0-9-]+:.*##/ {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
 	@echo 'Variables of tables, figures and sweeps (see $(BIN)/python -m scripts.reproduce --help):'
 	@echo '  SEEDS=3 SCALE=full|smoke SET="key=value ..." DATA=folder DEVICES=1 OUTPUTS=outputs JOBS=1 LAUNCHER=checked DRY_RUN=1'
 
@@ -43,8 +46,6 @@ PYTHON ?= $(shell for v in 3.13 3.12 3.11; do python$$v -c "import venv" 2>/dev/
 INTERPRETER = $(or $(PYTHON),$(error Python 3.13, 3.12 or 3.11 not found: install one, or set PYTHON=path))
 
 setup: .venv/installed  ## create .venv with the requirements and this package
-
-setup-dev: .venv/installed-dev  ## also install what tests and lint need
 
 # Installs the tested versions by hash. ANTLR's runtime has no wheel, so the locked setuptools builds it.
 # pip shows its progress on a terminal alone.
@@ -65,40 +66,20 @@ INSTALL_PROJECT = install --quiet --no-deps --no-build-isolation --editable .
 	$(INSTALL_LOCKED) requirements-dev.lock --no-build-isolation
 	touch $@
 
-# uv and pip-audit work only on requirement files, so they have a separate environment.
-.venv-tools/installed:
-	$(INTERPRETER) -m venv .venv-tools
-	.venv-tools/bin/pip install --quiet 'uv>=0.5,<1' 'pip-audit>=2.7,<3'
-	touch $@
-
 quickstart: .venv/installed  ## train and evaluate with HTM and VTM on real handwritten digits, in a few minutes
 	$(BIN)/python train.py name=quickstart resume=auto
 
-test: .venv/installed-dev  ## run the tests that are not marked slow, on up to 4 cores
-	$(BIN)/python -m pytest
+runs: .venv/installed  ## show all runs in OUTPUTS: what differs, accuracy, mixing, status; RUNS="folder ..." AGAINST=key=value
+	$(BIN)/python -m scripts.runs $(or $(RUNS),$(if $(OUTPUTS),"$(OUTPUTS)")) $(if $(AGAINST),--against "$(AGAINST)")
 
-test-all: .venv/installed-dev  ## run all tests, the slow ones too
-	$(BIN)/python -m pytest -m "slow or not slow"
+bench: .venv/installed  ## measure what HTM and VTM add to a step on this machine; ROUNDS=40
+	$(BIN)/python -m scripts.bench $(if $(ROUNDS),--rounds $(ROUNDS)) \
+	  $(if $(OUTPUTS),--out "$(OUTPUTS)/bench.json")
 
-test-lowest: .venv-tools/installed  ## run `make test` with the lowest versions that the requirements allow
-	$(INTERPRETER) -m venv .venv-lowest
-	.venv-tools/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct \
-	  --requirement requirements-dev.txt --editable .
-	.venv-lowest/bin/python -m pytest
+clean:  ## remove .venv and caches, keep outputs/
+	rm -rf .venv .venv-tools .venv-lowest .venv-plugins .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-# Hydra's plugins lie beside the packages of .venv, in a folder of their own.
-.venv-plugins/installed: requirements-plugins.txt .venv/installed-dev
-	$(INTERPRETER) -m venv .venv-plugins
-	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
-	  > "$$(.venv-plugins/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
-	.venv-plugins/bin/pip install --quiet --requirement requirements-plugins.txt
-	touch $@
-
-test-plugins: .venv-plugins/installed  ## run the tests of Hydra's joblib and Optuna plugins and of submitit
-	PYTHONPATH=src .venv-plugins/bin/python -m pytest tests/plugins -n 0
-
-test-slurm: .venv-plugins/installed  ## run sweeps on the SLURM cluster of this machine, as root; takes half an hour
-	TEST_SLURM=1 PYTHONPATH=src .venv-plugins/bin/python -m pytest tests/slurm -n 0
+##@ Reproducing
 
 # The paper's tables and sweeps, with the variables that `make help` lists.
 # SET="key=value ..." has overrides of train.py for all rows, DATA the folder with CIFAR and imagenet/.
@@ -135,14 +116,62 @@ sweep-kappa:  ## train VTM with kappa from 1 to all 256 tokens
 $(SWEEPS): .venv/installed
 	$(REPRODUCE) $@ $(WORDS)
 
-cost: .venv/installed  ## estimate the hours of the paper's runs on this machine; STUDIES="table1 sweep-tau" selects studies
-	$(BIN)/python -m scripts.cost $(if $(SEEDS),--seeds $(SEEDS)) $(STUDIES)
+study: .venv/installed  ## train your own study; FILE=results/NAME.yaml
+	$(REPRODUCE) "$(or $(FILE),$(error FILE=: must be the file of a study, as in results/))" $(WORDS)
 
 status: .venv/installed  ## show the progress of the paper's runs; FILE=results/NAME.yaml shows your study
 	$(REPRODUCE) $(or $(FILE),all) $(WORDS) dry_run=1
 
-runs: .venv/installed  ## show all runs in OUTPUTS: what differs, accuracy, mixing, status; RUNS="folder ..." AGAINST=key=value
-	$(BIN)/python -m scripts.runs $(or $(RUNS),$(if $(OUTPUTS),"$(OUTPUTS)")) $(if $(AGAINST),--against "$(AGAINST)")
+report: .venv/installed  ## write the paper's tables and their page to outputs/report, from the runs that are there
+	$(BIN)/python -m scripts.report $(if $(SCALE),--scale $(SCALE)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)") $(if $(SEEDS),--seeds $(SEEDS)) \
+	  $(if $(DEVICES),devices=$(DEVICES)) $(SET)
+
+publish: .venv/installed  ## add the line of a finished run to its study's; RUN=outputs/NAME FILE=results/NAME.yaml
+	$(BIN)/python -m scripts.publish "$(or $(RUN),$(error RUN=: must be the folder of a finished run))" \
+	  "$(or $(FILE),$(error FILE=: must be the file of its study, in results/))"
+
+cost: .venv/installed  ## estimate the hours of the paper's runs on this machine; STUDIES="table1 sweep-tau" selects studies
+	$(BIN)/python -m scripts.cost $(if $(SEEDS),--seeds $(SEEDS)) $(STUDIES)
+
+check-published: .venv/installed  ## evaluate the published checkpoints and compare with the printed values; WEIGHTS=folder DATA=folder
+	$(if $(DATA),DATA="$(DATA)") $(BIN)/python -m scripts.check_published \
+	  "$(or $(WEIGHTS),$(error WEIGHTS=: must be the folder of the published files))" $(if $(OUTPUTS),output_root="$(OUTPUTS)")
+
+##@ Developing
+
+setup-dev: .venv/installed-dev  ## also install what tests and lint need
+
+# uv and pip-audit work only on requirement files, so they have a separate environment.
+.venv-tools/installed:
+	$(INTERPRETER) -m venv .venv-tools
+	.venv-tools/bin/pip install --quiet 'uv>=0.5,<1' 'pip-audit>=2.7,<3'
+	touch $@
+
+test: .venv/installed-dev  ## run the tests that are not marked slow, on up to 4 cores
+	$(BIN)/python -m pytest
+
+test-all: .venv/installed-dev  ## run all tests, the slow ones too
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+test-lowest: .venv-tools/installed  ## run `make test` with the lowest versions that the requirements allow
+	$(INTERPRETER) -m venv .venv-lowest
+	.venv-tools/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct \
+	  --requirement requirements-dev.txt --editable .
+	.venv-lowest/bin/python -m pytest
+
+# Hydra's plugins lie beside the packages of .venv, in a folder of their own.
+.venv-plugins/installed: requirements-plugins.txt .venv/installed-dev
+	$(INTERPRETER) -m venv .venv-plugins
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+	  > "$$(.venv-plugins/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
+	.venv-plugins/bin/pip install --quiet --requirement requirements-plugins.txt
+	touch $@
+
+test-plugins: .venv-plugins/installed  ## run the tests of Hydra's joblib and Optuna plugins and of submitit
+	PYTHONPATH=src .venv-plugins/bin/python -m pytest tests/plugins -n 0
+
+test-slurm: .venv-plugins/installed  ## run sweeps on the SLURM cluster of this machine, as root; takes half an hour
+	TEST_SLURM=1 PYTHONPATH=src .venv-plugins/bin/python -m pytest tests/slurm -n 0
 
 lint: .venv/installed-dev  ## check formatting, style and types
 	$(BIN)/ruff format --check .
@@ -163,10 +192,6 @@ lock: .venv-tools/installed  ## lock the newest packages that the requirements a
 audit: .venv-tools/installed  ## check the locked packages for known vulnerabilities; needs a network
 	.venv-tools/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements-dev.lock
 
-bench: .venv/installed  ## measure what HTM and VTM add to a step on this machine; ROUNDS=40
-	$(BIN)/python -m scripts.bench $(if $(ROUNDS),--rounds $(ROUNDS)) \
-	  $(if $(OUTPUTS),--out "$(OUTPUTS)/bench.json")
-
 # A test that hangs or crashes ends its worker, and the next one goes on.
 check-gpu: .venv/installed-dev  ## check a GPU against the CPU, and the kernels for it
 	$(BIN)/python -m pytest tests/gpu tests/tokenmixup/test_kernels.py --device cuda -n 1 -m "slow or not slow" -o faulthandler_timeout=200 \
@@ -174,21 +199,3 @@ check-gpu: .venv/installed-dev  ## check a GPU against the CPU, and the kernels 
 
 chaos: .venv/installed-dev  ## kill runs and ranks many times, and compare with undisturbed ones; KILLS=10 of each run
 	KILLS=$(or $(KILLS),10) $(BIN)/python -m pytest tests/reproduction/test_kills.py -m slow
-
-study: .venv/installed  ## train your own study; FILE=results/NAME.yaml
-	$(REPRODUCE) "$(or $(FILE),$(error FILE=: must be the file of a study, as in results/))" $(WORDS)
-
-publish: .venv/installed  ## add the line of a finished run to its study's; RUN=outputs/NAME FILE=results/NAME.yaml
-	$(BIN)/python -m scripts.publish "$(or $(RUN),$(error RUN=: must be the folder of a finished run))" \
-	  "$(or $(FILE),$(error FILE=: must be the file of its study, in results/))"
-
-check-published: .venv/installed  ## evaluate the published checkpoints and compare with the printed values; WEIGHTS=folder DATA=folder
-	$(if $(DATA),DATA="$(DATA)") $(BIN)/python -m scripts.check_published \
-	  "$(or $(WEIGHTS),$(error WEIGHTS=: must be the folder of the published files))" $(if $(OUTPUTS),output_root="$(OUTPUTS)")
-
-report: .venv/installed  ## write the paper's tables and their page to outputs/report, from the runs that are there
-	$(BIN)/python -m scripts.report $(if $(SCALE),--scale $(SCALE)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)") $(if $(SEEDS),--seeds $(SEEDS)) \
-	  $(if $(DEVICES),devices=$(DEVICES)) $(SET)
-
-clean:  ## remove .venv and caches, keep outputs/
-	rm -rf .venv .venv-tools .venv-lowest .venv-plugins .mypy_cache .pytest_cache .ruff_cache .hypothesis
