@@ -228,6 +228,11 @@ def blocks_run_twice(model: Any) -> None:
     model.blocks = Twice(*model.blocks)
 
 
+@row("block 1 .*runs again", settings={"htm": {"layer": 1}})
+def one_block_runs_twice(model: Any) -> None:
+    model.blocks = Twice(*model.blocks)
+
+
 @row("checkpoint_blocks=True")
 def reentrant_checkpoint(model: Any) -> None:
     model.blocks = Rerunning(*model.blocks)
