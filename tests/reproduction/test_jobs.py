@@ -89,6 +89,21 @@ if sys.orig_argv[-1].startswith("planned="):
 """
 
 
+TELLING = DYING.replace("os._exit(3)", "sys.exit(os.environ['CUDA_VISIBLE_DEVICES'])")
+
+
+def test_jobs_of_several_devices_have_gpus_of_their_own(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Two of four each; a third job shares those of the first."""
+    Path("sitecustomize.py").write_text(TELLING)
+    monkeypatch.setenv("PYTHONPATH", str(here))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    result = train("-m", "jobs=3", "devices=2", "seed=0,1,2", ONE)
+    assert sorted(line.rpartition(" ")[2] for line in result.lines) == ["0,1", "0,1", "2,3"]
+
+
 def test_a_process_that_dies_without_a_word_is_told(here: Path, monkeypatch: pytest.MonkeyPatch):
     Path("sitecustomize.py").write_text(DYING)
     monkeypatch.setenv("PYTHONPATH", str(here))
@@ -131,6 +146,15 @@ NAMES = {
 def test_names_say_what_is_trained(here: Path, command: str):
     result = train("dry_run=1", command.split())
     assert f" outputs/{NAMES[command]}" in result.out
+
+
+def test_a_long_name_is_cut_in_front_of_its_seed_and_hash(here: Path):
+    long = f"recipe.lr=0.001{'0' * 200}"
+    shown = train("-m", long, "recipe.epochs=2,3", "seed=7", "dry_run=1").out
+    names = re.findall(r"outputs/(\S+)", shown)
+    assert len({*names}) == 2
+    for name in names:
+        assert re.search(r"-s7-[0-9a-f]{8}$", name)
 
 
 def test_an_interrupted_sweep_goes_on_with_the_same_command(here: Path):
