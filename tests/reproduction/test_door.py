@@ -56,7 +56,7 @@ def failing(*given, **named):
 
 number = 3
 """
-IMAGES: Words = ("dataset=custom", "dataset.source=mine_of_tests:images", "dataset.workers=0")
+IMAGES: Words = ("dataset=custom", "dataset.source=tokenmixup_of_mine:images", "dataset.workers=0")
 # a key -> the words beside it, but for its path
 KEYS: dict[str, tuple[Words, str]] = {
     "dataset.source": ("dataset=custom", "images"),
@@ -70,16 +70,16 @@ OPTIMIZERS = ["adamw", "sgd", "timm:sgd", "lion", "adan", "muon", "lamb", "torch
 MISTAKES = {  # path -> what the line names
     "{name}.": "must be",
     "nowhere_of_tests:{name}": "No module named 'nowhere_of_tests'",
-    "mine_of_tests:{name}s_of": "has no {name}s_of",
-    "mine_of_tests:number": "is no function",
-    "mine_of_tests:failing": "KeyError: 'a key of mine' ({file}",
-    "mine_of_tests/{name}": "must be",
+    "tokenmixup_of_mine:{name}s_of": "has no {name}s_of",
+    "tokenmixup_of_mine:number": "is no function",
+    "tokenmixup_of_mine:failing": "KeyError: 'a key of mine' ({file}",
+    "tokenmixup_of_mine/{name}": "must be",
 }
 
 
 @pytest.fixture(autouse=True)
 def module(here: Path) -> Iterator[Path]:
-    path = here / "mine_of_tests.py"
+    path = here / "tokenmixup_of_mine.py"
     path.write_text(MODULE)
     yield path
 
@@ -92,14 +92,14 @@ def test_a_mistyped_path_is_one_line(key: str, module: Path):
         word = f"{key}={path.format(name=name)}"
         named = [key, told.format(name=name, file=module)]
         assert_refused(train(ONE, words, word), *named)
-    assert_refused(train(ONE, words, f"{key}=mine_of_tests:{name[:-1]}"), f"perhaps {name}")
+    assert_refused(train(ONE, words, f"{key}=tokenmixup_of_mine:{name[:-1]}"), f"perhaps {name}")
     assert snapshot() == before
 
 
 @pytest.mark.parametrize("key", [key for key in KEYS if key != "dataset.source"])
 def test_what_returns_another_thing_on_a_trial_is_one_line(key: str):
     words, name = KEYS[key]
-    word = f"{key}=mine_of_tests:{name}"
+    word = f"{key}=tokenmixup_of_mine:{name}"
     assert_refused(train(ONE, words, word), word)
     group, _, last = key.rpartition(".")
     option = f"+{group}.{last}_options.size=3"
@@ -114,7 +114,7 @@ def test_a_module_in_the_folder_of_the_command_is_found_by_every_program():
     one, other = runs()
     assert one.summary["code"].keys() == {"dataset.source"}
     assert_refused(evaluate(f"run={one.path}", apart=True), "to run it, add dataset.source=mine_")
-    word = "dataset.source=mine_of_tests:images"
+    word = "dataset.source=tokenmixup_of_mine:images"
     assert_succeeded(evaluate(f"run={other.path}", word, apart=True), "images of custom")
 
 
@@ -129,7 +129,7 @@ def test_a_run_is_not_resumed_with_other_code(module: Path):
     assert_succeeded(run("train.py", words, apart=True))
     module.write_text(MODULE + "\n# later\n")
     result = run("train.py", words, apart=True)
-    assert_refused(result, "other code", "mine_of_tests.py with sha256")
+    assert_refused(result, "other code", "tokenmixup_of_mine.py with sha256")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -300,6 +300,11 @@ def causal_attention(model: Any) -> None:
     model.masks = {"mask": mask, "is_causal": True}
 
 
+@row("without a mask", build=encoded, adapter=ENCODED)
+def padded_keys(model: Any) -> None:
+    model.masks = {"src_key_padding_mask": torch.zeros(len(batch()[0]), 16, dtype=torch.bool)}
+
+
 @row("first argument", build=encoded, adapter=ENCODED)
 def tokens_by_keyword(model: Any) -> None:
     def forward(x: Tensor) -> Tensor:
