@@ -127,9 +127,10 @@ def test_the_folder_of_the_command_is_searched_last(module: Path):
 def test_a_run_is_not_resumed_with_other_code(module: Path):
     words = (ONE, IMAGES, "name=mine", "resume=auto")
     assert_succeeded(run("train.py", words, apart=True))
+    began = Run("outputs/mine").summary["code"]["dataset.source"]
     module.write_text(MODULE + "\n# later\n")
     result = run("train.py", words, apart=True)
-    assert_refused(result, "other code", "tokenmixup_of_mine.py with sha256")
+    assert_refused(result, "other code", f"{began} then, tokenmixup_of_mine.py with sha256")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from reproduction.compose import planned_point
+from reproduction.jobs import objective
 from tests.doors import (
     PATIENCE,
     ROOT,
@@ -133,8 +135,8 @@ def test_a_task_is_one_point_and_a_dry_run_is_none(here: Path):
 
 NAMES = {
     "seed=3 augmentation=[cutmix,mixup]": "cct_2_3x2-digits-mixup+cutmix-s3-",
-    "augmentation=[] recipe.lr=1e-3 recipe.epochs=30": (
-        "cct_2_3x2-digits-plain-lr=1e-3-epochs=30-s0-"
+    "augmentation=[] recipe.lr=1e-3 recipe.transforms.hflip=0": (
+        "cct_2_3x2-digits-plain-lr=1e-3-hflip=0-s0-"
     ),
     "experiment=table1/cifar10_htm": "table1-cifar10_htm-s0-",
     "name=mine": "mine\n",
@@ -171,6 +173,13 @@ def test_an_interrupted_sweep_goes_on_with_the_same_command(here: Path):
     assert statuses() == ["finished"] * 2
     whole = trained("seed=0", MINE, name="whole", root="other")
     assert same(runs()[0], whole) == []
+
+
+def test_a_sweeper_chooses_by_the_last_epoch(here: Path):
+    first, last = trained(SMALL).epochs
+    point = planned_point([*SMALL, "name=mine"])
+    assert objective(point, "eval_loss") == last["eval_loss"] != first["eval_loss"]
+    assert objective(point, "val_loss") is None
 
 
 @pytest.mark.slow
