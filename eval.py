@@ -14,8 +14,8 @@
 
 With run=, these may be changed: dataset=NAME, dataset.KEY but for limit, validation and
 validation_seed (mean and std stay the run's unless they are named), device, devices and
-recipe.precision. A function of your own, which returns the images, runs only if dataset.source
-names it. train.py --help shows the values.
+recipe.precision. Code of your own, which returns the images or the model, runs only if the words
+name it: dataset.source, model.source. train.py --help shows the values.
 """
 
 import os
@@ -29,12 +29,12 @@ from reproduction.compose import check_asked, compose, expand, readable, text_of
 from reproduction.config import Config, validated
 from reproduction.errors import UserError, one_line_errors, say
 from reproduction.folder import RunFolder
-from reproduction.help import hydra_errors
+from reproduction.help import hydra_errors, key_of
 from reproduction.identity import digest, settings_of_evaluation
 from reproduction.machine import is_first_rank
 
 OWN = ("run", "weights", "checkpoint", "predictions", "images", "export")
-OF_A_RUN = ("device", "devices", "dataset", "recipe.precision")
+OF_A_RUN = ("device", "devices", "dataset", "recipe.precision", "model.source")
 FOR_TRAINING = ("dataset.limit", "dataset.validation", "dataset.validation_seed")
 
 
@@ -62,6 +62,11 @@ def main(words: list[str]) -> None:
         saved = folder.read_config()
         files = folder.weights(which)
         config = of_run(saved, words)
+        code = ["model.source"]
+        if own.keys().isdisjoint(("images", "export")):
+            code.append("dataset.source")
+            tell_left_out(saved, config)
+        check_asked(config, words, *code)
         result = folder.path / f"evaluation-{which}.json"
     else:
         files = [Path(own["checkpoint"])]
@@ -70,8 +75,6 @@ def main(words: list[str]) -> None:
     if "export" in own:
         export(config, files, new_file(own, "export", ".safetensors"), is_run=saved is not None)
         return
-    if saved is not None and "images" not in own:
-        check_asked(config, words, "dataset.source")
     settings = settings_of_evaluation(config)
     hashed: list[Any] = [settings]
     if saved is None:
@@ -101,19 +104,30 @@ def of_run(saved: Config, words: Sequence[str]) -> Config:
     Another data set keeps the mean and std of the run.
     """
     for word in words:
-        key = word.removeprefix("+").partition("=")[0]
-        is_changeable = key in OF_A_RUN or key.partition(".")[0] in OF_A_RUN
+        key = key_of(word)
+        is_metric = key.startswith(("recipe.metrics.", "recipe.metrics_options."))
+        is_changeable = is_metric or key in OF_A_RUN or key.partition(".")[0] in OF_A_RUN
         if key in FOR_TRAINING:
             raise UserError(f"{word}: cannot be changed, it has chosen the training images")
+        if key == "model.source" and word != f"{key}={getattr(saved.model, 'source', None)}":
+            raise UserError(f"{word}: cannot be changed, it names the code of the run's model")
         if not is_changeable:
             raise UserError(f"{word}: not allowed here, allowed are {', '.join((*OWN, *OF_A_RUN))}")
     raw = {**asdict(saved), "devices": 1, "compile": False}
+    raw["recipe"]["metrics"] = {}  # only those that the words name run
     changes = [word for word in words if not word.startswith("dataset=")]
     if len(changes) < len(words):
         raw["dataset"] = asdict(of_file(words).dataset)
         raw["dataset"] |= {"mean": saved.dataset.mean, "std": saved.dataset.std}
     with hydra_errors(*words):
         return validated(Config, with_words(raw, changes))
+
+
+def tell_left_out(saved: Config, config: Config) -> None:
+    """Says which metrics of a run are left out, as the words do not name their code."""
+    for name, path in saved.recipe.metrics.items():
+        if name not in config.recipe.metrics:
+            say(f"left out: {name}; to run it, add recipe.metrics.{name}={path}")
 
 
 def of_file(words: Sequence[str]) -> Config:
@@ -150,7 +164,9 @@ def evaluate(
         return
     scores, written = "", [predictions]
     if images is None:
-        scores = "top-1 {top1:.2f} %, top-5 {top5:.2f} %, loss {eval_loss:.4f} on ".format(**found)
+        scores = "top-1 {top1:.2f} %, top-5 {top5:.2f} %, loss {eval_loss:.4f}".format(**found)
+        own = [f", {name} {found[name]:.4g}" for name in config.recipe.metrics]
+        scores += f"{''.join(own)} on "
         written = [result]
     if images is None and predictions is not None:
         from reproduction.reporting.drawing import draw_confusion

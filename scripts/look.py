@@ -3,6 +3,7 @@
 from reproduction.compose import check_asked
 from reproduction.errors import Parser, one_line_errors, say
 from reproduction.folder import RunFolder
+from reproduction.identity import own_code
 from scripts import positive
 
 
@@ -11,16 +12,17 @@ def main() -> None:
     """Prints, for each HTM layer, quantiles, samples by tau and tokens by rho."""
     parser = Parser(description=__doc__)
     parser.add_argument("run", metavar="RUN", help="folder of a trained run with HTM")
-    parser.add_argument(
-        "word", metavar="dataset.source=...", nargs="?", help="the function of a run on own data"
-    )
+    words = "KEY=package.module:factory"
+    parser.add_argument("words", metavar=words, nargs="*", help="code of your own that may run")
     parser.add_argument("--batches", type=positive, default=8, help="to count over (default: 8)")
     args = parser.parse_args()
-    if args.word and not args.word.startswith("dataset.source="):
-        parser.error(f"{args.word}: must be dataset.source=...")
     folder = RunFolder(args.run.removeprefix("run="))
     config = folder.read_config()
-    check_asked(config, [args.word or ""], "dataset.source")
+    named = [f"{key}={path}" for key, path in own_code(config).items()]
+    for word in args.words:
+        if word not in named:
+            parser.error(f"{word}: must be code of the run: {', '.join(named) or 'it has none'}")
+    check_asked(config, args.words, "dataset.source", "model.source")
     from reproduction.reporting.suggestions import suggestions
     from reproduction.training.stop import ending
 

@@ -1,4 +1,4 @@
-"""docs/tutorial.ipynb runs from the first cell to the last, and is stored without output."""
+"""docs/tutorial.ipynb runs from the first cell to the last, and is stored with its output."""
 
 import io
 import json
@@ -11,12 +11,12 @@ import matplotlib.pyplot as plt
 import pytest
 
 NOTEBOOK = Path(__file__).parents[1] / "docs" / "tutorial.ipynb"
+CELLS = json.loads(NOTEBOOK.read_text())["cells"]
+CODES = [cell for cell in CELLS if cell["cell_type"] == "code"]
 
 
 def test_notebook_runs_and_reports_the_mixing(monkeypatch: pytest.MonkeyPatch):
-    cells = json.loads(NOTEBOOK.read_text())["cells"]
-    codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    assert len(cells) == 10
+    codes = ["".join(cell["source"]) for cell in CODES]
     assert len(codes) == 8
     figures: list[Any] = []
     monkeypatch.setattr(plt, "show", lambda: figures.append(plt.gcf()))
@@ -39,7 +39,14 @@ def test_notebook_runs_and_reports_the_mixing(monkeypatch: pytest.MonkeyPatch):
     assert f"held-out accuracy {accuracy:.1%}" in out.getvalue()
 
 
-def test_notebook_is_stored_without_output():
-    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
-        assert not cell.get("outputs")
-        assert cell.get("execution_count") is None
+def test_notebook_is_stored_with_its_output():
+    outputs = [
+        output
+        for number, cell in enumerate(CODES, 1)
+        for output in cell["outputs"]
+        if cell["execution_count"] == number  # from the first to the last, once
+    ]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    texts = [line for output in outputs for line in output.get("text", [])]
+    assert any(line.startswith("held-out accuracy") for line in texts)
+    assert {output.get("name", "picture") for output in outputs} == {"stdout", "picture"}

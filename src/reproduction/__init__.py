@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from reproduction.training.checkpoint import Trained
 
 
-def load_run(folder: str | Path, weights: str = "last") -> "Trained":
+def load_run(folder: str | Path, weights: str = "last", source: str | None = None) -> "Trained":
     """Returns the plain model of a run, its transform and classes, see `checkpoint.load_run`."""
     from reproduction.training import checkpoint
 
-    return checkpoint.load_run(folder, weights)
+    return checkpoint.load_run(folder, weights, source)

@@ -8,6 +8,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
@@ -33,9 +34,9 @@ from tokenmixup.settings import LARGEST, RULES, Option, built
 ROOT = Path(__file__).resolve().parents[2]
 CONF_DIR, TRAIN = ROOT / "conf", ROOT / "train.py"
 SOURCES = "reproduction.data.sources"  # the module that opens the data sets
-STACK = ("mixup", "cutmix", "manifold_mixup", "htm", "vtm")  # in order of application
 LONGEST_NAME = 200  # bytes; most file systems allow 255
 MOST_WORKERS = 16  # of dataset.workers=auto
+MEASURED = ("top1", "top5", "loss", "eval_loss", "epoch", "step")  # of every run
 Kind = TypeVar("Kind")
 
 
@@ -77,6 +78,7 @@ PathName = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser
 
 # Keys that choose a function. What each one is called with, and returns: docs/extending.md.
 DATA = Door("dataset.source")
+MODEL = Door("model.source")
 HTM_RULES = {name: Door(f"augmentation.htm.{name}", ours) for name, ours in RULES.items()}
 OPTIMIZER = Door(
     "recipe.optimizer",
@@ -86,7 +88,24 @@ OPTIMIZER = Door(
     },
     timm="reproduction.training.optimizers:TIMM",
 )
-DOORS = {door.key: door for door in (DATA, *HTM_RULES.values(), OPTIMIZER)}
+LOSS = Door("recipe.loss", {"cross_entropy": "reproduction.training.step:cross_entropy"})
+METRIC = Door("recipe.metrics.*")
+MIXING = Door("augmentation.own.*.source")
+DOORS = (DATA, MODEL, *HTM_RULES.values(), OPTIMIZER, LOSS, METRIC, MIXING)
+
+
+def door_of(key: str) -> Door | None:
+    """Returns the door of a key that chooses a function."""
+    for door in DOORS:
+        if fnmatchcase(key, door.key):
+            return dataclasses.replace(door, key=key)
+    return None
+
+
+def metric_name(value: str) -> str:
+    if not value.isidentifier() or value in MEASURED or value.startswith("val_"):
+        raise ValueError(f"must be a name of letters and digits, none of {', '.join(MEASURED)}")
+    return value
 
 
 @schema
@@ -159,7 +178,22 @@ class Library(Model):
     stem: Literal["imagenet", "cifar"]
 
 
-AnyModel = CCT | ViT | Library
+@schema
+class Own(Model):
+    """A model of one's own, with the default layers of HTM and VTM.
+
+    Its factory `source` gets `num_classes` and `options`.
+    """
+
+    family: Literal["custom"]
+    source: Annotated[str, AfterValidator(MODEL.checked), MODEL.schema]
+    options: dict[str, Any] = Field(default_factory=dict)
+    checkpoint_blocks: StrictBool = False
+    htm_layer: Whole
+    vtm_layer: Whole
+
+
+AnyModel = CCT | ViT | Library | Own
 
 
 @schema
@@ -213,13 +247,31 @@ class HTMByName(HTM):
 
 
 @schema
+class OwnMix:
+    """An input mixing of one's own: the factory `source`, with its `options`."""
+
+    source: Annotated[str, AfterValidator(MIXING.checked), MIXING.schema]
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+def with_own(raw: Any) -> Any:
+    """Returns an augmentation stack with what has a `source` in `own`, by its name."""
+    if not isinstance(raw, Mapping):
+        return raw
+    own = {name: x for name, x in raw.items() if isinstance(x, Mapping) and "source" in x}
+    others = {name: x for name, x in raw.items() if name not in own}
+    return {**others, "own": {**others.get("own", {}), **own}}
+
+
+@schema
 class Augmentation:
-    """The augmentation stack; None disables a component.
+    """The augmentation stack, in order of application; None disables a component.
 
     `off_epoch` is the first epoch without mixing, counted from 0, as in timm's training script.
     """
 
     off_epoch: Count | None = None
+    own: Annotated[dict[FolderName, OwnMix], Field(max_length=1)] = Field(default_factory=dict)
     mixup: InputMix | None = None
     cutmix: InputMix | None = None
     manifold_mixup: Annotated[
@@ -230,7 +282,14 @@ class Augmentation:
 
     @property
     def stack(self) -> list[str]:
-        return [name for name in STACK if getattr(self, name) is not None]
+        names = [x.name for x in dataclasses.fields(self) if x.name not in ("off_epoch", "own")]
+        return [*self.own, *(name for name in names if getattr(self, name) is not None)]
+
+    def __post_init__(self) -> None:
+        others = [name for name in self.stack if name in ("mixup", "cutmix")]
+        if self.own and others:
+            rule = f"stands alone as an input mixing, without {' and '.join(others)}"
+            raise ValueError(f"augmentation.{next(iter(self.own))}: {rule}")
 
 
 @schema
@@ -258,6 +317,14 @@ class Recipe:
     grad_accum_steps: Count
     optimizer: Annotated[str, AfterValidator(OPTIMIZER.checked), OPTIMIZER.schema]
     optimizer_options: dict[str, Any] = Field(default_factory=dict)
+    loss: Annotated[str, AfterValidator(LOSS.checked), LOSS.schema] = "cross_entropy"
+    loss_options: dict[str, Any] = Field(default_factory=dict)
+    # of one's own, by the names that lines and tables give them; their options likewise
+    metrics: dict[
+        Annotated[str, AfterValidator(metric_name)],
+        Annotated[str, AfterValidator(METRIC.checked), METRIC.schema],
+    ] = Field(default_factory=dict)
+    metrics_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     lr: Positive
     min_lr: Amount
     warmup_lr: Amount
@@ -295,7 +362,7 @@ class Config:
     output_root: PathName = "outputs"
     model: Annotated[AnyModel, Field(discriminator="family")]
     dataset: Dataset
-    augmentation: Augmentation
+    augmentation: Annotated[Augmentation, BeforeValidator(with_own)]
     recipe: Recipe
     checkpoint: Checkpoint = Checkpoint()
     # what receives the lines of metrics.jsonl too, with settings of its own
@@ -359,6 +426,10 @@ class Command:
 def check_new(config: Config) -> None:
     """Raises UserError for what a saved run may hold, and a new one may not."""
     recipe = config.recipe
+    for name, options in recipe.metrics_options.items():
+        if name not in recipe.metrics:
+            reason = f"+recipe.metrics.{name}=package.module:factory is missing"
+            raise UserError(f"recipe.metrics_options.{name}={options}: {reason}")
     for name in ("mean", "std"):
         values = getattr(config.dataset, name)
         if max(values) > 1:
@@ -372,7 +443,7 @@ def check_new(config: Config) -> None:
 
 # Of the place of an error these are no keys: families of models, types of a union, and what
 # pydantic calls its own steps, such as `function-after[...]`.
-NO_KEY = re.compile(r"cct|vit|library|int|bool|.*\W.*")
+NO_KEY = re.compile(r"cct|vit|library|custom|own|int|bool|.*\W.*")
 
 
 def validated(kind: type[Kind], raw: Any) -> Kind:
@@ -393,7 +464,7 @@ def _told(mistake: Any) -> str:
     if mistake["type"] == "missing":
         return f"{key}: no value is set"
     if mistake["type"] == "value_error" and not text.startswith("must"):
-        if key.startswith("augmentation."):
+        if key.startswith("augmentation.") and not text.startswith("augmentation."):
             return f"augmentation.{text}"  # of the library, which knows no group
         return text
     if mistake["type"] == "unexpected_keyword_argument":

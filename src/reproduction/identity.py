@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from reproduction.config import DOORS, SOURCES, Command, Config, validated
-from reproduction.door import file_of
+from reproduction.config import SOURCES, Command, Config, door_of, validated
+from reproduction.door import Door, file_of
 from reproduction.errors import UserError
 
 # Keys that do not change a result, and so not the identity of a run.
@@ -24,6 +24,8 @@ NOT_RESULT = (
     "dataset.workers",
     "model.checkpoint_blocks",
     "recipe.log_every",
+    "recipe.metrics",
+    "recipe.metrics_options",
 )
 FIXED = ("digits", "cifar10", "cifar100", "imagenet1k")  # data sets whose images are known
 PATHS = ("dataset.root", "model.weights")  # relative ones stay so: a project may be moved
@@ -54,6 +56,7 @@ COUNTED_DEFAULTS = {  # of keys that are in the hash of every run
 # it. At this value it is in no hash, so that their folders keep their names.
 FIRST_DEFAULTS: dict[str, Any] = {
     "recipe.drop_last": False,
+    "recipe.loss": "cross_entropy",
 }
 
 
@@ -176,14 +179,19 @@ def name_hash(config: Config) -> str:
 def own_code(config: Config) -> dict[str, str]:
     """Returns the paths of code from elsewhere that a run names, by their keys."""
     leaves = flat(asdict(config))
-    return {key: x for key, x in leaves if key in DOORS and DOORS[key].is_own(x)}
+    found = {}
+    for key, chosen in leaves:
+        door = door_of(key)
+        if door is not None and door.is_own(chosen):
+            found[key] = chosen
+    return found
 
 
 def files_of(code: Mapping[str, str]) -> dict[str, str]:
     """Returns the file of each path and its sha256, by key: what a run must have to be resumed."""
     found = {}
     for key, path in code.items():
-        with DOORS[key].refusing(path):
+        with Door(key).refusing(path):
             found[key] = file_of(path)
     return found
 

@@ -283,14 +283,22 @@ class Checks:
             folder.check_same("code", files_of(own_code(config)))
 
     def check_run(self, config: Config) -> None:
-        """Checks the device, the images and the model."""
-        from reproduction.models.build import try_pass, without_weights  # imports torch
-        from reproduction.training.run import check_start
-
+        """Checks the device, the images, the model and code of one's own."""
         setting = f"{row_hash(config)} {config.device} {config.compile}"
         if setting in self.checked or not is_first_rank():
             return
         self.checked.add(setting)
+        try:
+            self.check_parts(config)
+        except UserError as error:
+            if not (self.is_dry and isinstance(error.__cause__, ModuleNotFoundError)):
+                raise
+            self.lacks[str(error)] = None
+
+    def check_parts(self, config: Config) -> None:
+        from reproduction.models.build import try_pass, without_weights  # imports torch
+        from reproduction.training.run import check_start
+
         self.check_device(config)
         if self.is_dry and isinstance(config.model, ViT):  # its first weights are a download
             config = replace(config, model=replace(config.model, pretrained=None))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tokenmixup.adapters import Adapter
 from tokenmixup.kept import unchanged
 from tokenmixup.settings import HTM, VTM
+from tokenmixup.vertical import Memory
 from tokenmixup.watch import (
     NOT_FUSED,
     Attended,
@@ -55,7 +56,7 @@ class Plan:
     htm: HTM | None
     detect: "Detector"  # HTM's
     vtm: VTM | None
-    feeds: Mapping[int, VTM]  # later layers of VTM, which get tokens of this block, by layer
+    is_source: bool  # whether a later layer of VTM gets tokens of this block
     tried: "Detector | None"  # the detector that `trial.py` tries out on this block
 
     @property
@@ -133,19 +134,6 @@ class BlockInput:
 Detector = Callable[[BlockInput], Tensor]  # saliency, b t
 
 
-@dataclass(eq=False)
-class Memory:
-    """Tokens of earlier blocks, which become keys and values of a later one (Eq. 13).
-
-    HTM and manifold mixup at blocks after a source do not mix its tokens.
-    """
-
-    tokens: list[Tensor] = field(default_factory=list)  # of each source, b kappa d
-    # theirs in 0..n-1, b kappa: what masks and rotary positions know a token by
-    indices: list[Tensor] = field(default_factory=list)
-    shapes: list[torch.Size] = field(default_factory=list)  # n d of all tokens of a source
-
-
 def check_tokens(plan: Plan, args: tuple[Any, ...], b: int, width: int | None = None) -> None:
     """Raises ValueError unless the first argument of a block is tokens."""
     x = args[0] if args else None
@@ -158,16 +146,6 @@ def check_tokens(plan: Plan, args: tuple[Any, ...], b: int, width: int | None = 
         if width is not None:
             needs += f", with d = Adapter.embed_dim = {width}"
         raise ValueError(f"{plan.name} gets {found}: {needs}")
-
-
-def check_memory(entry: BlockInput, memory: Memory) -> None:
-    """Raises Refused for sources with other tokens, of which a place or a width is another one."""
-    shape = entry.flat_tokens.shape[1:]
-    for found in memory.shapes:
-        if found != shape:
-            of_source = f"a source of VTM with {list(found)}"
-            must = "must have as many tokens, of one width"
-            raise Refused(f"{entry.name} gets tokens {list(shape)}, {of_source}: {must}")
 
 
 def run_watched(
@@ -216,8 +194,8 @@ def attended_of_memory(entry: BlockInput, memory: Memory) -> AttendedMemory:
     block draws meanwhile is drawn again for its own tokens, as in the plain model.
     """
     prefix = entry.adapter.num_prefix_tokens
-    tokens = torch.cat([entry.tokens[:, :prefix], *memory.tokens], dim=1)
-    indices = torch.cat(memory.indices, dim=1)
+    tokens = torch.cat([entry.tokens[:, :prefix], memory.tokens], dim=1)
+    indices = memory.indices
     kwargs = entry.kwargs
     rope = kwargs.get("rope")
     if rope is not None:  # timm's EVA, DINOv3 and others: rotary positions

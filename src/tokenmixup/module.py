@@ -285,14 +285,14 @@ class TokenMixup(nn.Module):
     def _plan(self, index: int, blocks: Sequence[nn.Module], can_run: bool) -> Plan:
         htm = self._mixing.htm.get(index)
         vtm = self._mixing.vtm.get(index)
-        feeds = {layer: later for layer, later in self._mixing.vtm.items() if layer > index}
+        is_source = index < max(self._mixing.vtm, default=0)
         # a user's own is not tried out
         is_named = self.htm is not None and isinstance(self.htm.detector, str)
         is_ours = is_named and self.detect is self._configured_detect
         tried: Detector | None = None
         if htm is not None and is_ours and not takes_gradient(self.detect):
             tried = self.detect
-        elif feeds or vtm is not None:
+        elif is_source or vtm is not None:
             tried = by_attention
         plan = Plan(
             index=index,
@@ -302,7 +302,7 @@ class TokenMixup(nn.Module):
             htm=htm,
             detect=self.detect,
             vtm=vtm,
-            feeds=feeds,
+            is_source=is_source,
             tried=tried if can_run else None,
         )
         check_parts(plan)

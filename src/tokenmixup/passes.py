@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from tokenmixup.attention import AttentionMap
 from tokenmixup.block import (
     BlockInput,
-    Memory,
     Part,
     Plan,
-    check_memory,
     check_tokens,
     checked_tokens,
     run_watched,
@@ -28,7 +26,7 @@ from tokenmixup.prove import Sights, proved
 from tokenmixup.rules import in_published_order
 from tokenmixup.saliency import by_attention, grid_of, saliency_of_map
 from tokenmixup.scorenet import ScoreNet, difficulty
-from tokenmixup.vertical import INDICES
+from tokenmixup.vertical import Source, memory_of
 from tokenmixup.watch import OWN_CHECKPOINTING, Autograd, autograd_now
 
 
@@ -46,7 +44,7 @@ class Pass:
     num_patches: int | None = None  # of the patch embedding's output
     grid: tuple[int, int] | None = None  # rows and columns of patches
     entered: list[int] = field(default_factory=list)  # indices of the blocks that have begun
-    memories: dict[int, Memory] = field(default_factory=dict)  # by layer of VTM
+    sources: list[Source] = field(default_factory=list)  # the blocks before, for VTM
     layers: list[HorizontalMix] = field(default_factory=list)
     autograd: Autograd = field(default_factory=autograd_now)
 
@@ -54,10 +52,14 @@ class Pass:
         """Runs a block on what manifold mixup, HTM and VTM make of its input."""
         entry = self._enter(plan, args, kwargs)
         entry, vtm_saliency = self._mix(plan, entry)
-        # a source of VTM without HTM keeps the map of this run for `_remember`
-        keeps_map = bool(plan.feeds) and vtm_saliency is None
+        # a source of VTM without HTM has its saliency from the map of this run
+        keeps_map = plan.is_source and vtm_saliency is None
         out, seen = self._run(plan, entry, keeps_map)
-        self._remember(plan, entry, vtm_saliency, seen)
+        if plan.is_source:
+            if vtm_saliency is None:
+                assert seen is not None  # keeps_map
+                vtm_saliency = saliency_of_map(seen, entry)
+            self.sources.append(Source(entry.flat_tokens, vtm_saliency))
         return out
 
     def _enter(self, plan: Plan, args: tuple[Any, ...], kwargs: Any) -> BlockInput:
@@ -82,6 +84,7 @@ class Pass:
             grid=grid,
         )
         self._check_count(plan, entry.num_tokens)
+        self._check_sources(plan, entry)
         entry = proved(self.sights, entry)
         if self.manifold is None or self.manifold.layer != plan.index:
             return entry
@@ -114,6 +117,16 @@ class Pass:
         if n != num_prefix_tokens + patches or patches < 1:
             must = f"must get {num_prefix_tokens} more, which come first ({num_prefix_tokens=})"
             raise ValueError(f"{plan.name} gets {n} tokens for {patches} patches, but {must}")
+
+    def _check_sources(self, plan: Plan, entry: BlockInput) -> None:
+        """Raises ValueError for other tokens than those of a source, whose places VTM knows."""
+        if not self.sources or not (plan.is_source or plan.vtm):
+            return
+        shape = entry.flat_tokens.shape[1:]
+        of_source = self.sources[-1].tokens.shape[1:]
+        if shape != of_source:
+            found = f"tokens {list(shape)}, a source of VTM with {list(of_source)}"
+            raise ValueError(f"{plan.name} gets {found}: must have as many tokens, of one width")
 
     def _mix(self, plan: Plan, entry: BlockInput) -> tuple[BlockInput, Tensor | None]:
         """Mixes tokens and targets by Algorithm 1 at a layer of HTM.
@@ -153,7 +166,7 @@ class Pass:
         """
         saliency = plan.detect(entry)
         vtm_saliency = None
-        if plan.feeds:
+        if plan.is_source:
             vtm_saliency = saliency if plan.detect is by_attention else by_attention(entry)
         t = entry.num_tokens - plan.adapter.num_prefix_tokens
         found = list(saliency.shape)
@@ -170,11 +183,11 @@ class Pass:
 
         Returns its output, and its map if that is kept.
         """
-        memory = self.memories.get(plan.index)
-        if memory is not None:
-            check_memory(entry, memory)
+        memory = None
+        if plan.vtm is not None:
+            memory = memory_of(self.sources, plan.vtm, plan.adapter.num_prefix_tokens)
         # also after a detector: its run ended at the first map, so only this one can find a second
-        reads_map = bool(plan.feeds or entry.watched) or memory is not None
+        reads_map = plan.is_source or plan.vtm is not None or bool(entry.watched)
         if not reads_map or plan.adapter.saliency is not None:
             out = entry.run()
             checked_tokens(entry, out)
@@ -183,26 +196,6 @@ class Pass:
         watching.check()
         checked_tokens(entry, out)
         return out, watching.map
-
-    def _remember(
-        self, plan: Plan, entry: BlockInput, saliency: Tensor | None, seen: AttentionMap | None
-    ) -> None:
-        """Stores the most salient of a block's input tokens for each later layer of VTM."""
-        if not plan.feeds:
-            return
-        if saliency is None:
-            assert seen is not None  # keeps_map
-            saliency = saliency_of_map(seen, entry)
-        for layer, vtm in plan.feeds.items():
-            choose = INDICES[vtm.class_token_offset]
-            indices = choose(saliency, cast(int, vtm.kappa), plan.adapter.num_prefix_tokens)
-            tokens = entry.flat_tokens.take_along_dim(indices[..., None], dim=1)  # b kappa d
-            if vtm.stop_gradient:
-                tokens = tokens.detach()
-            memory = self.memories.setdefault(layer, Memory())
-            memory.tokens.append(tokens)
-            memory.indices.append(indices)
-            memory.shapes.append(entry.flat_tokens.shape[1:])
 
     def embed(self, embedding: Part, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs the patch embedding; keeps number and grid of the patches."""

@@ -27,7 +27,6 @@ from tokenmixup.attention import AttentionMap
 from tokenmixup.block import (
     BlockInput,
     Detector,
-    Memory,
     Plan,
     attended_of,
     attended_of_memory,
@@ -36,6 +35,7 @@ from tokenmixup.block import (
 )
 from tokenmixup.contexts import evaluating
 from tokenmixup.kept import GENERATORS, Kept, Left, ends_alike, generators_of, unchanged
+from tokenmixup.vertical import Memory
 from tokenmixup.watch import MUST_BE_ONE, Refused, Sight, at_places
 
 RUNS = 8  # which show whether a block draws from somewhere unknown
@@ -337,7 +337,7 @@ class Trial:
     def with_memory(self, tokens: Tensor, memory: Tensor) -> list[Tensor]:
         given = [x.detach().requires_grad_(self.x.requires_grad) for x in (tokens, memory)]
         entry = self.entry_of(given[0])
-        out, _ = run_watched(entry, Memory([given[1]], [self.indices]))
+        out, _ = run_watched(entry, Memory(given[1], self.indices))
         own = checked_tokens(entry, out)
         if not self.x.requires_grad:
             return [own]
@@ -363,7 +363,7 @@ class Trial:
 
     def keys_alone(self) -> list[Tensor]:
         tokens = self.x.take_along_dim(self.indices[..., None], dim=1)
-        memory = Memory([tokens], [self.indices])
+        memory = Memory(tokens, self.indices)
         alone = attended_of_memory(self.entry, memory)
         return [alone.keys, alone.values]
 

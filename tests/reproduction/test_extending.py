@@ -4,12 +4,15 @@ import re
 import shlex
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from tests.doors import (
     ROOT,
     SMALL,
     Run,
+    Words,
+    assert_refused,
     assert_succeeded,
     evaluate,
     load_run,
@@ -18,6 +21,7 @@ from tests.doors import (
     same,
     script,
     train,
+    trained,
 )
 from tests.images import OWN, disturbed
 from tests.pages import codes
@@ -25,23 +29,33 @@ from tests.pages import codes
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 FILES = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL))
 COMMANDS = {
-    shlex.split(line)[-1]: shlex.split(line)[2:]
+    " ".join(shlex.split(line)[2:]): shlex.split(line)[2:]
     for text in codes(PAGE, "sh")
     for line in text.splitlines()
-    if line.startswith("python train.py")
+    if line.startswith("python train.py") and "name=teacher" not in line
 }
 # What mixes at once, so that rules have something to do; without it the first epochs mix nothing.
 MIXES = ("augmentation.htm.tau=inf", "augmentation.htm.rho=0")
-SHORT = (SMALL, MIXES, "recipe.epochs=1", "recipe.max_steps=3")
+STEPS = ("recipe.epochs=1", "recipe.max_steps=3")
 every_example = pytest.mark.parametrize("name", COMMANDS)
 
 
 @pytest.fixture(autouse=True)
-def files(here: Path) -> None:
+def files(here: Path, request: pytest.FixtureRequest) -> None:
     for name, text in FILES.items():
         path = here / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    if "teacher" in request.node.name:
+        trained(SMALL, "recipe.max_steps=1", name="teacher")
+
+
+def small(name: str) -> Words:
+    """The words of an example, of a small run."""
+    words = COMMANDS[name]
+    sizes = SMALL[1:] if "model=custom" in words else SMALL
+    mixes = () if any(word.startswith("augmentation=[cutmix") for word in words) else MIXES
+    return (sizes, mixes, words)
 
 
 def asked(run: Run) -> list[str]:
@@ -52,18 +66,17 @@ def asked(run: Run) -> list[str]:
 
 @every_example
 def test_an_example_trains_three_steps_is_evaluated_and_exported(name: str):
-    words = COMMANDS[name]
-    assert_succeeded(train(words, SHORT, "name=mine"))
+    assert_succeeded(train(small(name), STEPS, "name=mine"))
     mine = Run("outputs/mine")
     assert len(mine.steps) == 3
-    plain = train(SHORT, "name=plain")
-    assert_succeeded(plain)
+    assert_succeeded(train(SMALL, MIXES, STEPS, "name=plain"))
     assert same(mine, Run("outputs/plain"))
     named = asked(mine)
     assert_succeeded(evaluate("run=outputs/mine", named), "of digits")
     assert mine.evaluation()["top1"] == mine.summary["top1_last"]
     assert_succeeded(evaluate("run=outputs/mine", named, "export=mine.safetensors"))
-    model, _, classes = load_run("outputs/mine")
+    source = dict(word.split("=") for word in named).get("model.source")
+    model, _, classes = load_run("outputs/mine", source=source)
     assert len(classes) == 10
     assert not model.training
 
@@ -72,7 +85,7 @@ def test_an_example_trains_three_steps_is_evaluated_and_exported(name: str):
 @every_example
 def test_an_example_resumes_exactly(name: str):
     images = (OWN, "dataset.limit=null", "dataset.eval_limit=null")
-    words = (COMMANDS[name], SMALL, MIXES, images, "resume=auto")
+    words = (small(name), images, "resume=auto")
     assert_succeeded(train(words, "name=whole"))
     with disturbed("SIGTERM", at=45):
         assert train(words, "name=mine", "output_root=stopped").status == 130
@@ -83,8 +96,81 @@ def test_an_example_resumes_exactly(name: str):
 @pytest.mark.slow
 @every_example
 def test_an_example_is_swept_and_compiled(name: str):
-    words = (COMMANDS[name], SHORT)
-    result = run("train.py", "-m", "seed=0,1", "jobs=2", words, "compile=true", apart=True)
+    words = ("-m", "seed=0,1", "jobs=2", small(name), STEPS, "compile=true")
+    result = run("train.py", words, apart=True)
     assert_succeeded(result, "2 of 2 runs are finished")
-    assert len({each.summary["weights_sha256"] for each in runs()}) == 2
+    hashes = [each.summary["weights_sha256"] for each in runs() if each.path.name != "teacher"]
+    assert len({*hashes}) == 2
     assert script("runs", "outputs").out.count("2 finished")
+
+
+ECE = "recipe.metrics.ece=calibration:error"
+SURE = "recipe.metrics.sure=calibration:confidence"
+STUDY = f"""
+title: Is it calibrated?
+overrides: [+{ECE}, {", ".join(SMALL)}, recipe.epochs=1]
+rows:
+  low: [recipe.lr=0.0001]
+  high: {{overrides: [recipe.lr=0.01], against: low}}
+tested: ece on test
+"""
+
+
+def test_a_metric_stands_in_lines_and_tables_and_a_study_is_tested_on_it(here: Path):
+    (here / "mine.yaml").write_text(STUDY)
+    assert_succeeded(script("reproduce", "mine.yaml"), "ece [1]", "6 of 6 runs are finished")
+    first = runs()[0]
+    value = first.epochs[-1]["ece"]
+    assert 0 < value < 1
+    assert first.summary["ece_last"] == value
+    (path,) = Path("outputs/report").glob("*.csv")
+    numbers = pd.read_csv(path).set_index(["outcome", "row"])
+    assert numbers.loc[("ece", "high"), "pairs"] == 3
+    assert numbers.loc[("ece", "high"), "p"] <= 1
+    assert_succeeded(evaluate(f"run={first.path}"), "left out: ece; to run it, add " + ECE)
+    assert "ece" not in first.evaluation()
+    assert_succeeded(evaluate(f"run={first.path}", ECE, SURE), ", ece 0.", ", sure 0.")
+    assert first.evaluation()["ece"] == pytest.approx(value)
+    (here / "mine.yaml").write_text(STUDY.replace("tested: ece", "tested: sure"))
+    assert_refused(script("reproduce", "mine.yaml"), "has no recipe.metrics.sure")
+
+
+@pytest.mark.slow
+def test_a_metric_is_of_the_images_of_all_ranks():
+    run = trained(SMALL, f"+{ECE}", f"+{SURE}", "devices=2", "recipe.epochs=1")
+    (line,) = run.epochs
+    assert_succeeded(evaluate("run=outputs/mine", ECE, SURE))
+    for name in ("ece", "sure"):
+        assert run.evaluation()[name] == pytest.approx(line[name], abs=1e-6)
+
+
+def test_an_input_mixing_is_counted_and_stands_alone():
+    words = ("--config-dir", "mine", SMALL, STEPS, "augmentation=[resizemix]")
+    run = trained(words)
+    assert {line["input_mixed_samples"] for line in run.steps} == {20}
+    assert "resizemix" in run.summary["command"]
+    result = train(words, "augmentation=[resizemix,mixup]")
+    assert_refused(result, "augmentation.resizemix: stands alone", "without mixup")
+    assert_refused(train(words, "+augmentation.resizemix.options.size=3"), "size", "low, high")
+    source = "augmentation.resizemix.source=resizemix:mi"
+    assert_refused(train(words, source), source, "perhaps mix")
+    Path("resizemix.py").write_text("def mix(**options):\n    return lambda x, y, rng: (x, y, x)\n")
+    result = train(words, "name=other", apart=True)
+    assert_refused(result, "augmentation.resizemix.source", "and weights [2]")
+
+
+PLAIN = """
+import torch.nn.functional as F
+
+def loss():
+    return lambda output, batch, step: F.cross_entropy(output.logits, output.targets)
+"""
+
+
+def test_a_loss_that_leaves_a_parameter_without_gradient_is_for_one_rank(here: Path):
+    """DistributedDataParallel would wait for ScoreNet's."""
+    (here / "plain.py").write_text(PLAIN)
+    words = (SMALL, STEPS, "recipe.loss=plain:loss")
+    assert_succeeded(train(words, "name=one"))
+    result = train(words, "name=two", "devices=2")
+    assert_refused(result, "recipe.loss=plain:loss: gives", "scorenets.1", "devices=2")

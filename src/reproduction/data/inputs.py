@@ -4,6 +4,7 @@ Letters: b batch, c classes, h w image.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import exp, log, sqrt
 from random import Random
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from timm.data.mixup import Mixup, cutmix_bbox_and_lam, one_hot
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from reproduction.config import Augmentation, Config
+from reproduction.config import MIXING, Augmentation, Config, OwnMix
 from reproduction.data.seeding import Purpose, seed_of, seeded
 
 Normalize = Callable[[Tensor], Tensor]  # b 3 h w: uint8 -> float32
@@ -31,6 +32,7 @@ class Draws(NamedTuple):
     swapped: Tensor | None = None  # 1 1 h w bool, pixels taken from the partner, with CutMix
     is_mixed: Tensor | None = None  # b bool, images that are mixed with another one
     kept: Tensor | None = None  # b 1 h w bool, pixels that are not erased
+    own: np.random.Generator | None = None  # for an input mixing of one's own
 
     def to(self, device: torch.device) -> "Draws":
         return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), self)
@@ -42,26 +44,16 @@ class Mixed(NamedTuple):
     images: Tensor  # b 3 h w
     classes: Tensor  # b, of the image itself
     partners: Tensor  # b, of the image that is mixed in
-    weight: Tensor | float = 1.0  # of the images themselves, one for all
+    weight: Tensor | float = 1.0  # of the images themselves, b 1
     rest: Tensor | float = 0.0  # of the partners: 1 - weight
     is_mixed: Tensor | None = None  # b bool, None: no image is
+    swapped: Tensor | None = None  # b 1 h w bool, pixels of the partner, with CutMix
 
     def split(self, count: int) -> Iterator["Mixed"]:
         """Yields `count` consecutive parts, whose sizes differ by at most one."""
-        is_mixed: Sequence[Tensor | None] = [None] * count
-        if self.is_mixed is not None:
-            is_mixed = self.is_mixed.tensor_split(count)
-        parts = zip(
-            self.images.tensor_split(count),
-            self.classes.tensor_split(count),
-            self.partners.tensor_split(count),
-            is_mixed,
-            strict=True,
-        )
-        for images, classes, partners, is_mixed_part in parts:
-            yield self._replace(
-                images=images, classes=classes, partners=partners, is_mixed=is_mixed_part
-            )
+        columns = [x.tensor_split(count) if isinstance(x, Tensor) else [x] * count for x in self]
+        for parts in zip(*columns, strict=True):
+            yield Mixed(*parts)
 
     def targets(self, num_classes: int, smoothing: float) -> Tensor:
         """Returns soft targets `b c`: both classes by their weights, with smoothed labels."""
@@ -120,15 +112,54 @@ class InputMixing(Mixup):
         if self.mixup_alpha > 0:
             images = images * pixel_weight[..., None, None]
             images = images + partners * pixel_rest[..., None, None]
-        if draws.swapped is not None:
-            images = torch.where(draws.swapped, partners, images)
+        swapped = draws.swapped
+        if swapped is not None:
+            images = torch.where(swapped, partners, images)
+            swapped = swapped.expand(len(images), -1, -1, -1)
         return Mixed(
             images=images,
             classes=classes,
             partners=classes.flip(0),
-            weight=weight,
-            rest=rest,
+            weight=weight.expand(len(images), 1),
+            rest=rest.expand(len(images), 1),
             is_mixed=draws.is_mixed,
+            swapped=swapped,
+        )
+
+
+# Of normalised images b 3 h w, their classes b and a generator of the host, seeded by seed, step
+# and rank: the mixed images, the partners' places b, and the weights b of the own classes.
+Mix = Callable[[Tensor, Tensor, np.random.Generator], tuple[Tensor, Tensor, Tensor]]
+
+
+class OwnMixing:
+    """An input mixing of one's own."""
+
+    def __init__(self, name: str, settings: OwnMix):
+        self.door = replace(MIXING, key=f"augmentation.{name}.source")
+        self.mix_images: Mix = self.door.made(settings.source, settings.options)
+
+    def draw(self, shape: torch.Size) -> Draws:
+        """Returns a generator, seeded from numpy's global one."""
+        return Draws(own=np.random.default_rng(np.random.randint(2**31)))
+
+    def mix(self, images: Tensor, classes: Tensor, draws: Draws) -> Mixed:
+        """Mixes a batch; ValueError if the function returns other shapes."""
+        assert draws.own is not None
+        mixed, partners, weight = self.mix_images(images, classes, draws.own)
+        b = len(images)
+        found = [mixed.shape, partners.shape, weight.shape]
+        if found != [images.shape, (b,), (b,)]:
+            must = f"must be images {list(images.shape)}, partners [{b}] and weights [{b}]"
+            raise ValueError(f"returns {[list(shape) for shape in found]}, {must}")
+        weight = weight.to(images)
+        return Mixed(
+            images=mixed,
+            classes=classes,
+            partners=classes[partners],
+            weight=weight[:, None],
+            rest=1 - weight[:, None],
+            is_mixed=weight < 1,
         )
 
 
@@ -138,11 +169,14 @@ def for_device(values: np.ndarray) -> Tensor:
     return tensor.pin_memory() if torch.cuda.is_initialized() else tensor
 
 
-def build_input_mixing(stack: Augmentation) -> InputMixing | None:
-    """Returns what mixes a batch, if the stack has input mixup or CutMix.
+def build_input_mixing(stack: Augmentation) -> InputMixing | OwnMixing | None:
+    """Returns what mixes a batch, if the stack has input mixup, CutMix or one of one's own.
 
-    With both, a fair coin picks one of them for a batch, which is applied with its own `prob`.
+    With the first two, a fair coin picks one of them for a batch, which is applied with its own
+    `prob`.
     """
+    for name, settings in stack.own.items():
+        return OwnMixing(name, settings)
     mixup, cutmix = stack.mixup, stack.cutmix
     if mixup is not None and cutmix is not None:
         both = mixup.prob + cutmix.prob
@@ -216,7 +250,12 @@ class TrainingInputs:
     device, always by the same operations; `inputs(images, classes, seed, step, rank)` does both.
     """
 
-    def __init__(self, normalize: Normalize, mixing: InputMixing | None, erase: Erasing | None):
+    def __init__(
+        self,
+        normalize: Normalize,
+        mixing: InputMixing | OwnMixing | None,
+        erase: Erasing | None,
+    ):
         self.normalize = normalize
         self.mixing = mixing
         self.erase = erase

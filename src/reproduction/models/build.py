@@ -9,15 +9,15 @@ import torch
 from timm.layers import Attention
 from torch import nn
 
-from reproduction.config import DATA, HTM_RULES, AnyModel, Augmentation, HTMByName, ViT
-from reproduction.door import line_of
+from reproduction.config import DATA, HTM_RULES, MODEL, AnyModel, Augmentation, HTMByName, Own, ViT
+from reproduction.door import Refused, line_of
 from reproduction.errors import UserError, first_line
 from reproduction.machine import keep_freed_memory
 from reproduction.models.cct import CCT
 from reproduction.models.library import build_library_model, build_vit
 from reproduction.models.names import State
 from reproduction.models.weights import Weights, extract_weights, matching_state, read_file
-from tokenmixup import HTM, Output, TokenMixup, attach, blocks_of
+from tokenmixup import HTM, Adapter, Output, TokenMixup, attach, blocks_of
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -48,11 +48,23 @@ NOT_FOR_THE_MODEL = ("name", "family", "weights", "htm_layer", "vtm_layer", "che
 def build_model(config: AnyModel, num_classes: int) -> nn.Module:
     """Builds the plain model, without TokenMixup; `load_initial_weights` reads `weights`.
 
-    Raises UserError for what timm or torchvision cannot build.
+    Raises UserError for what timm, torchvision or a factory of one's own cannot build.
     """
+    return build_with_adapter(config, num_classes)[0]
+
+
+def build_with_adapter(config: AnyModel, num_classes: int) -> tuple[nn.Module, Adapter | None]:
+    """Builds the plain model; one of one's own may come with its adapter."""
+    if isinstance(config, Own):
+        with MODEL.refusing(config.source):
+            made = MODEL.called(config.source, config.options, num_classes=num_classes)
+            model, adapter = made if isinstance(made, tuple) else (made, None)
+            if not isinstance(model, nn.Module):
+                raise Refused(f"returns {type(model).__name__}, must return a torch.nn.Module")
+            return model, adapter
     build, arguments = constructor(config, num_classes)
     try:
-        return build(**arguments)
+        return build(**arguments), None
     except Exception as error:  # constructors, layers and the hub raise many types
         words = [f"model.{key}={arguments[key]}" for key in REFUSED if arguments.get(key)]
         raise UserError(f"{' '.join(words)}: {first_line(error)}") from error
@@ -60,14 +72,21 @@ def build_model(config: AnyModel, num_classes: int) -> nn.Module:
 
 def constructor(config: AnyModel, num_classes: int) -> tuple[Builder, dict[str, Any]]:
     """Returns what builds the plain model: a function and its keyword arguments."""
+    if isinstance(config, Own):
+        return MODEL.factory(config.source), {"num_classes": num_classes, **config.options}
     settings = dataclasses.asdict(config).items()
     arguments = {key: value for key, value in settings if key not in NOT_FOR_THE_MODEL}
     return BUILDERS[config.family], {"num_classes": num_classes, **arguments}
 
 
+def without_memory(config: AnyModel) -> torch.device:
+    """Returns where a model is built for its shapes; code of one's own may read what it makes."""
+    return torch.device("cpu" if isinstance(config, Own) else "meta")
+
+
 def head_names(config: AnyModel) -> list[str]:
     """Returns the names of the parameters whose shape depends on the number of classes."""
-    with torch.device("meta"):
+    with without_memory(config):
         one, two = (build_model(without_weights(config), n).state_dict() for n in (1, 2))
     return [name for name in one if one[name].shape != two[name].shape]
 
@@ -113,7 +132,7 @@ def htm_of(config: HTMByName) -> HTM:
 
 def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> TokenMixup:
     """Builds the model with the stack attached. UserError if that fails."""
-    model = build_model(config, num_classes)
+    model, adapter = build_with_adapter(config, num_classes)
     htm = None
     if stack.htm is not None:
         htm = htm_of(stack.htm)
@@ -125,6 +144,7 @@ def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> Tok
             vtm=stack.vtm,
             manifold_mixup=stack.manifold_mixup,
             checkpoint_blocks=getattr(config, "checkpoint_blocks", False),
+            adapter=adapter,
         )
     except ValueError as error:
         raise UserError(f"model={config.name}: {error}") from error

@@ -49,8 +49,8 @@ def suggestions(folder: RunFolder, config: Config, batches: int) -> Iterator[str
     Each layer is measured as if earlier ones did not mix. Raises UserError without HTM.
     """
     for key, path in own_code(config).items():
-        if key.startswith("augmentation.htm."):
-            raise UserError(f"{key}={path}: pairs are counted here by the rules of ours alone")
+        if key.startswith("augmentation."):
+            raise UserError(f"{key}={path}: pairs are counted here by methods of ours alone")
     trained = load_trained(config, folder)
     htm = trained.module.htm
     assert htm is not None

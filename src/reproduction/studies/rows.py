@@ -21,6 +21,7 @@ from reproduction.studies.runs import (
     Run,
     counted,
     judged_by,
+    outcome_of,
     row_settings,
 )
 from reproduction.studies.statistics import Line, Row, lines_of
@@ -59,9 +60,10 @@ def study_table(part: Part, runs: Sequence[Run], outputs: Path) -> Table:
     rows = rows_of(part)
     main = judged_by(shown)
     if study.tested is not None:
-        main = OUTCOMES[study.tested]
+        main = outcome_of(study.tested)
     sections = _sections(rows, shown, main, is_main=True)
-    for outcome in OUTCOMES.values():
+    found = dict.fromkeys(name for run in shown for name in run.numbers if " on " in name)
+    for outcome in map(outcome_of, {**OUTCOMES, **found}):
         if outcome != main:
             others = _sections(rows, shown, outcome, is_main=False)
             sections += [section for section in others if section.finished]
@@ -177,7 +179,7 @@ def look(study: Study, num_rows: int, runs: Sequence[Run]) -> tuple[Sequence[int
 # settings of its methods.
 NAMES = ("model.name", "dataset.name", STACK_KEY)
 METHODS = "augmentation."  # group of what is mixed, which is shown even if it comes with a name
-FREE = ("dataset.options.", "model.options.")  # groups that may have any key
+FREE = "options."  # in a key of a group that may have any
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ class Settings:
         groups = {key.rpartition(".")[0] for key in found}
         values: dict[str, dict[str, Any]] = {}
         for key in found:
-            missing = Missing.ABSENT if key.startswith(FREE) else Missing.DOES_NOT_APPLY
+            missing = Missing.ABSENT if FREE in key else Missing.DOES_NOT_APPLY
             if key not in groups:
                 values[key] = {row: x.get(key, missing) for row, x in self.by_row.items()}
         return values

@@ -58,6 +58,17 @@ OUTCOMES = {
 }
 
 
+def outcome_of(name: str) -> Outcome:
+    """Returns an outcome by its name; a measure that is not ours is a metric of one's own."""
+    if name in OUTCOMES:
+        return OUTCOMES[name]
+    measure, _, split = name.partition(" on ")
+    own: Any = {"measure": measure, "split": split, "title": measure}
+    if split == "validation":
+        own["title"] = f"validation {measure}"
+    return Outcome(**own, unit="1", gap="1", spec=".4f")
+
+
 # --- runs ---------------------------------------------------------------------------------------
 
 
@@ -124,7 +135,7 @@ def read_run(folder: RunFolder) -> Run:
 def _run(path: Path, config: Config, summary: Mapping[str, Any], written: float) -> Run:
     numbers = {}
     if summary["status"] == "finished":
-        numbers = _numbers(summary)
+        numbers = _numbers(summary, config)
     return Run(
         path=path,
         status=summary["status"],
@@ -160,7 +171,7 @@ def _revisions(summary: Mapping[str, Any]) -> Iterator[str]:
             yield f"{commit[:10]}{dash}{dirty}"
 
 
-def _numbers(summary: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(summary: Mapping[str, Any], config: Config) -> dict[str, float]:
     """Returns the outcomes and measures that a finished run has."""
     log = summary.get("log") or [{}]
     last = log[-1]
@@ -175,6 +186,9 @@ def _numbers(summary: Mapping[str, Any]) -> dict[str, float]:
         "loss on validation": last.get("val_loss"),
         "top5 on validation": last.get("val_top5"),
     }
+    for name in config.recipe.metrics:
+        found[f"{name} on test"] = summary.get(f"{name}_last")
+        found[f"{name} on validation"] = last.get(f"val_{name}")
     return {name: float(value) for name, value in found.items() if value is not None}
 
 

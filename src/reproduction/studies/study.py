@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from reproduction.compose import Point, compose, expand, last_part, parsed, planned_point, readable
 from reproduction.config import ROOT, Config, Count, FolderName, Fraction, Whole, schema, validated
 from reproduction.errors import UserError
 from reproduction.help import GROUPS, key_of
 from reproduction.identity import changes_result, digest, row_hash, run_hash
+from reproduction.studies.runs import OUTCOMES
 
 PAPER_FOLDER = Path(__file__).parent / "paper"
 PAPERS = (
@@ -53,14 +54,6 @@ SHORT = [
 ]
 # An untrained model finds every sample difficult and attends evenly, so HTM would mix nothing.
 MIXING = ["augmentation.htm.tau=inf", "augmentation.htm.rho=0"]
-Tested = Literal[
-    "top1 on test",
-    "loss on test",
-    "top5 on test",
-    "top1 on validation",
-    "loss on validation",
-    "top5 on validation",
-]
 FORMER_NAMES = {"top1_last": "top1 on test", "loss_last": "loss on test"}
 Printed = dict[Literal["top1", "top5"], float]  # percent, on the test set
 
@@ -74,8 +67,12 @@ def _mapping_of(row: Any) -> Any:
     return row
 
 
-def _present_name(tested: Any) -> Any:
-    return FORMER_NAMES.get(tested, tested)
+def _tested(name: str | None) -> str | None:
+    """Returns the name of an outcome by the present names, of ours or of a metric of one's own."""
+    name = FORMER_NAMES.get(name or "", name)
+    if name is not None and not re.fullmatch(r"\w+ on (test|validation)", name):
+        raise ValueError(f"must be one of {', '.join(OUTCOMES)}, or NAME on test of a metric")
+    return name
 
 
 @schema
@@ -117,7 +114,7 @@ class Study:
     # runs are all finished, and no seed beyond it.
     looks: dict[Count, Fraction] = Field(default_factory=dict)
     # The outcome by which rows are tested; without it the accuracy, as `judged_by` chooses.
-    tested: Annotated[Tested | None, BeforeValidator(_present_name)] = None
+    tested: Annotated[str | None, AfterValidator(_tested)] = None
     smoke: list[str] = Field(default_factory=list)  # more overrides, at this scale
     source: str = ""  # of what is quoted
     quoted: dict[str, dict[str, Printed]] = Field(default_factory=dict)  # by row and column
@@ -381,6 +378,12 @@ def part_of(
         of_cell = [planned_point([*words, f"seed={x}", "resume=auto"], cell.label) for x in chosen]
         configs[cell.label] = of_cell[0].config
         points += of_cell
+    if study.tested is not None and study.tested not in OUTCOMES:
+        name = study.tested.partition(" on ")[0]
+        without = [label for label, config in configs.items() if name not in config.recipe.metrics]
+        if without:
+            reason = f"{without[0]} has no recipe.metrics.{name}=package.module:factory"
+            raise UserError(f"tested={study.tested}: {reason}")
     changes = [word for word in more if changes_result(key_of(word))]
     if changes:
         check_rows(each, study, scale, configs, changes)

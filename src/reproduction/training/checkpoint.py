@@ -10,12 +10,20 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from reproduction.config import AnyModel, Checkpoint
+from reproduction.config import MODEL, AnyModel, Checkpoint
 from reproduction.data.loaders import InputTransform, build_evaluation_transform
 from reproduction.errors import UserError
 from reproduction.files import replacing
 from reproduction.folder import RunFolder
-from reproduction.models.build import build_trained, constructor, count_classes, without_weights
+from reproduction.identity import own_code
+from reproduction.models.build import (
+    build_model,
+    build_trained,
+    constructor,
+    count_classes,
+    without_memory,
+    without_weights,
+)
 from reproduction.models.names import State
 from reproduction.models.weights import Weights, extract_weights, matching_state, read_newest
 
@@ -99,13 +107,17 @@ class Trained(NamedTuple):
     classes: list[str]
 
 
-def load_run(folder: str | Path, weights: str = "last") -> Trained:
+def load_run(folder: str | Path, weights: str = "last", source: str | None = None) -> Trained:
     """Loads the `last` or `best` weights of a run onto the CPU; UserError if there are none.
 
-    Predictions equal those of eval.py in float32.
+    Predictions equal those of eval.py in float32. `source` lets the code of a model of one's own
+    run: it must be the `model.source` of the run.
     """
     run = RunFolder(Path(folder).expanduser())
     config = run.read_config()
+    path = own_code(config).get(MODEL.key)
+    if path != source:
+        raise UserError(f"run={folder}: its model.source is {path}, and must be given as source")
     plain, _ = read_plain(run.weights(weights))
     classes = plain.classes or []
     model = build_trained(config.model, plain, len(classes))
@@ -125,9 +137,10 @@ def export(
     The metadata hold the model's constructor with its arguments and, if known, `preprocessing`.
     """
     weights, _ = read_plain(checkpoints)
-    build, arguments = constructor(without_weights(config), count_classes(config, weights.state))
-    with torch.device("meta"):
-        model = build(**arguments)
+    config, classes = without_weights(config), count_classes(config, weights.state)
+    build, arguments = constructor(config, classes)
+    with without_memory(config):
+        model = build_model(config, classes)
     about = {
         "constructor": f"{build.__module__}.{build.__qualname__}",
         "arguments": json.dumps(arguments),

@@ -22,7 +22,7 @@ from reproduction.folder import RunFolder
 from reproduction.models.names import State
 from reproduction.training import metrics
 from reproduction.training.checkpoint import Clock, check_classes, digest, save_plain
-from reproduction.training.evaluate import evaluate
+from reproduction.training.evaluate import Metric, evaluate
 from reproduction.training.loggers import Loggers
 from reproduction.training.step import MicroBatch, Trainer
 from reproduction.training.stop import ADVICE, Stop
@@ -59,6 +59,7 @@ class Run:
     clock: Clock
     batch_metrics: metrics.BatchMetrics
     pulse: Pulse
+    metrics: dict[str, Metric]  # of one's own
     upcoming: Iterator[list[Tensor]] | None = None  # the next epoch, which workers load already
     has_evaluated: bool = False
 
@@ -305,7 +306,12 @@ def evaluate_on(
     world.broadcast_buffers(model)  # the first rank saves these weights
     batches = progress(run.stop.while_waiting(loader), "evaluation", len(loader))
     result, _ = evaluate(
-        model, trainer.inputs.normalize, batches, world=world, precision=trainer.recipe.precision
+        model,
+        trainer.inputs.normalize,
+        batches,
+        world=world,
+        precision=trainer.recipe.precision,
+        metrics=run.metrics,
     )
     state.eval_seconds += time.perf_counter() - began
     return result
@@ -316,11 +322,13 @@ def _results(run: Run, state: RunState) -> dict[str, Any]:
     trainer = run.trainer
     if run.test_loader is None:
         accuracies = metrics.accuracies(state.log)
+        last = state.log[-1]
     else:
-        accuracies = _test(run, state, run.test_loader)
+        accuracies, last = _test(run, state, run.test_loader)
     images = run.batches.count_images(trainer.step)
     results = {
         **accuracies,
+        **{f"{name}_last": last[name] for name in run.metrics},
         "steps": trainer.step,
         "images": images,
         "seconds": round(state.train_seconds + state.eval_seconds, 1),
@@ -335,8 +343,11 @@ def _results(run: Run, state: RunState) -> dict[str, Any]:
     return results
 
 
-def _test(run: Run, state: RunState, loader: loaders.Loader) -> dict[str, Any]:
-    """Tests the weights of the last epoch and of the best by validation, on images not yet seen."""
+def _test(run: Run, state: RunState, loader: loaders.Loader) -> tuple[dict[str, Any], metrics.Line]:
+    """Tests the weights of the last epoch and of the best by validation, on images not yet seen.
+
+    Returns the entries of the summary, and the results of the last epoch.
+    """
     model = run.trainer.evaluated
     last = evaluate_on(run, state, loader, model)
     selected = last
@@ -345,7 +356,7 @@ def _test(run: Run, state: RunState, loader: loaders.Loader) -> dict[str, Any]:
         # of the first rank; the others have none, or those of a checkpoint
         model.load_state_dict(cast(State, run.trainer.world.broadcast(state.best)))
         selected = evaluate_on(run, state, loader, model)
-    return metrics.tested_accuracies(state.log, last, selected)
+    return metrics.tested_accuracies(state.log, last, selected), last
 
 
 def progress_entries(run: Run, state: RunState) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class WandbLog:
         if not self.run.disabled:
             folder.write_summary(wandb_id=self.run.id)  # in a sweep the agent chooses it
         self.run.define_metric("*", step_metric="step")
-        for name in ("top1", "top5", "eval_loss", "val_*"):
+        for name in ("top1", "top5", "eval_loss", "val_*", *config.recipe.metrics):
             self.run.define_metric(name, step_metric="epoch")
         if self.run.url:
             say(f"wandb: {self.run.url}")

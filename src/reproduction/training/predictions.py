@@ -24,7 +24,7 @@ from reproduction.identity import settings_of_evaluation
 from reproduction.machine import is_first_rank, local_ranks
 from reproduction.models.build import build_trained, place
 from reproduction.training.checkpoint import check_classes, read_plain
-from reproduction.training.evaluate import Predicted, evaluate
+from reproduction.training.evaluate import Predicted, build_metrics, evaluate
 from reproduction.training.ranks import World, join_world, on_ranks, resolve_device
 
 
@@ -85,8 +85,9 @@ def _evaluate(
         normalize = build_normalize(config.dataset.mean, config.dataset.std, world.device)
         pin = world.device.type == "cuda"
         loader = build_evaluation_loader(config, data.held_out, world.rank, world.size, pin)
+        own = build_metrics(config.recipe)
         batches = progress(loader, "evaluation", len(loader))
-        scores, predicted = evaluate(model, normalize, batches, world, precision)
+        scores, predicted = evaluate(model, normalize, batches, world, precision, own)
         facts = {
             "images": len(data.held_out),
             "dataset": config.dataset.name,

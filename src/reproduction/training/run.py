@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
-from reproduction.config import DATA, DOORS, Config
+from reproduction.config import DATA, LOSS, MODEL, Config, door_of
 from reproduction.data import loaders
 from reproduction.data.halves import Data, in_memory
+from reproduction.data.inputs import Mixed, build_training_inputs
 from reproduction.data.seeding import preserved_generators
 from reproduction.data.sources import opened, record
+from reproduction.door import Door, Refused
 from reproduction.errors import PlainError, Pulse, Stopped, UserError, reason_of, say, warn
 from reproduction.folder import RunFolder, hold
 from reproduction.identity import changes, files_of, flat, own_code, run_hash, saved
@@ -33,6 +35,7 @@ from reproduction.models.build import (
 from reproduction.models.weights import read_newest
 from reproduction.training import metrics
 from reproduction.training.checkpoint import Clock, save_plain
+from reproduction.training.evaluate import build_metrics, gathers, try_metrics
 from reproduction.training.fit import (
     Run,
     RunState,
@@ -45,9 +48,9 @@ from reproduction.training.fit import (
 from reproduction.training.loggers import Loggers
 from reproduction.training.optimizers import build_optimizer
 from reproduction.training.ranks import World, join_world, on_ranks, resolve_device
-from reproduction.training.step import Trainer
+from reproduction.training.step import Trainer, build_loss
 from reproduction.training.stop import Stop, handling
-from tokenmixup import HTM
+from tokenmixup import HTM, TokenMixup
 
 LIBRARIES = ("torch", "torchvision", "timm", "numpy", "scipy", "hydra-core")
 
@@ -95,6 +98,10 @@ def check_start(config: Config) -> None:
     batches = loaders.TrainingBatches(config, len(data.train), rank=0, ranks=config.devices)
     classes = len(data.classes)
     trial = try_pass(config.model, config.augmentation, classes, own_code(config))
+    mixed = try_inputs(config, classes)
+    if LOSS.is_own(config.recipe.loss):
+        try_loss(trial.module, mixed, config)
+    try_metrics(config.recipe, classes)
     build_optimizer(trial.module.to_empty(device="cpu"), config.recipe)
     images = loaders.build_training_images(config, data.train)
     try:
@@ -108,18 +115,49 @@ def check_start(config: Config) -> None:
         raise UserError(f"recipe.grad_accum_steps={count}: {reason}")
 
 
+def try_inputs(config: Config, num_classes: int) -> Mixed:
+    """Returns two random images as training gets them; UserError if a mixing of one's own fails."""
+    inputs = build_training_inputs(config, torch.device("cpu"))
+    size = config.model.image_size
+    images = torch.randint(256, (2, 3, size, size), dtype=torch.uint8)
+    classes = torch.arange(2) % num_classes
+    for name, settings in config.augmentation.own.items():
+        with Door(f"augmentation.{name}.source").refusing(settings.source):
+            return inputs(images, classes, config.seed, 0, 0)
+    return inputs(images, classes, config.seed, 0, 0)
+
+
+def try_loss(module: TokenMixup, mixed: Mixed, config: Config) -> None:
+    """Raises UserError if a loss of one's own fails on a batch, on the CPU."""
+    recipe = config.recipe
+    with LOSS.refusing(recipe.loss):
+        loss = build_loss(recipe, torch.device("cpu"))
+        output = module(mixed.images, mixed.targets(module.num_classes, recipe.label_smoothing))
+        found = loss(output, mixed, 0)
+        if not isinstance(found, torch.Tensor) or found.shape != () or not found.requires_grad:
+            shape = getattr(found, "shape", type(found).__name__)
+            raise Refused(f"returns {shape}, must return a scalar with a gradient")
+        found.backward()
+        trained = [name for name, x in module.named_parameters() if x.requires_grad]
+        lost = [name for name in trained if module.get_parameter(name).grad is None]
+        if lost and config.devices > 1:  # for which other ranks would wait
+            reason = f"gives {len(lost)} parameters no gradient, such as {lost[0]}"
+            raise Refused(f"{reason}; with devices={config.devices} each must have one")
+
+
 def check_capture(config: Config) -> None:
     """Raises UserError for a CUDA graph of code that cannot be captured, or does not say so."""
     if config.compile != "cuda-graph":
         return
     for key, chosen in flat(asdict(config)):
-        if key in DOORS and key != DATA.key:
-            door = DOORS[key]
-            with door.refusing(chosen):
-                is_capturable = getattr(door.factory(chosen), "capturable", not door.is_own(chosen))
-            if not is_capturable:
-                rule = "cannot be captured; code of your own can if it says `capturable = True`"
-                raise UserError(f"compile=cuda-graph {key}={chosen}: {rule}")
+        door = door_of(key)
+        if door is None or key in (DATA.key, MODEL.key) or key.startswith("recipe.metrics."):
+            continue
+        with door.refusing(chosen):
+            is_capturable = getattr(door.factory(chosen), "capturable", not door.is_own(chosen))
+        if not is_capturable or key.startswith("augmentation.own."):  # which draws on the host
+            rule = "cannot be captured; code of your own can if it says `capturable = True`"
+            raise UserError(f"compile=cuda-graph {key}={chosen}: {rule}")
 
 
 def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,6 +273,7 @@ def _assembled(
         clock=Clock(config.checkpoint),
         batch_metrics=metrics.BatchMetrics(world),
         pulse=Pulse(),
+        metrics=build_metrics(config.recipe),
     )
 
 
@@ -262,6 +301,11 @@ def _say_start(
         say(f"each epoch leaves out {others}, other ones each time: recipe.drop_last=true")
     for remark in data.remarks:
         warn(f"warning: {remark}")
+    gathering = [name for name, metric in build_metrics(config.recipe).items() if gathers(metric)]
+    if gathering:
+        size = 4 * len(data.held_out) * len(data.classes) / 1e6
+        names = ", ".join(gathering)
+        say(f"metrics: all logits are gathered for {names}, {size:.3g} MB in each evaluation")
     if facts.get("initial_weights") is not None:
         say(f"initial weights: {facts['initial_weights']}")
     for name, row in facts.get("htm", {}).items():

@@ -5,6 +5,7 @@ The epochs around it are in fit.py. Letters: b batch, c classes, h w image.
 
 import copy
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import SGD
 
-from reproduction.config import Config, Recipe
+from reproduction.config import LOSS, Config, Recipe
 from reproduction.data.inputs import Draws, Mixed, build_training_inputs
 from reproduction.data.seeding import Purpose, seed_device
 from reproduction.models.build import compile_module, place
@@ -41,6 +42,25 @@ class MicroBatch(NamedTuple):
 
 
 SEEN = ("loss", "gain_max")  # figures that are finite in a good step; all have the first one
+
+
+Loss = Callable[[Output, Mixed, int | Tensor], Tensor]
+
+
+def build_loss(recipe: Recipe, device: torch.device) -> Loss:
+    """Returns the loss of an output, its batch and the step, from 0: the mean over the samples.
+
+    One that is a module, such as a teacher, is frozen: neither trained nor saved.
+    """
+    loss: Loss = LOSS.made(recipe.loss, recipe.loss_options)
+    if isinstance(loss, nn.Module):
+        loss.to(device).eval().requires_grad_(False)
+    return loss
+
+
+def cross_entropy() -> Loss:
+    """The loss of the method: of the mixed targets, and lambda times ScoreNet's."""
+    return lambda output, batch, step: training_loss(output)
 
 
 class Average:
@@ -110,7 +130,9 @@ class Trainer:
         if self.skips:  # others refuse it
             setattr(self.optimizer, "found_inf", self.is_held)
         self.lr = recipe.lr  # of the last step
+        self.loss = build_loss(recipe, device)
         self.lr_of_graphs = torch.zeros((), device=device)
+        self.step_of_graphs = torch.zeros((), dtype=torch.int64, device=device)
         self.graph: StepGraph | None = None
         if config.compile == "cuda-graph":
             self.graph = StepGraph(self._update, self.inputs.generators, device)
@@ -132,6 +154,7 @@ class Trainer:
             parts = self._update(images, classes, global_size, draws)
         else:  # has captured `_update`
             self.lr_of_graphs.fill_(self.lr)
+            self.step_of_graphs.fill_(self.step)
             self._set_optimizer(lr=self.lr_of_graphs, capturable=True)
             parts = cast(list[MicroBatch], self.graph(images, classes, global_size, draws))
         self.step += 1
@@ -206,7 +229,7 @@ class Trainer:
             # This is TokenMixup.forward; what it does to the blocks of the model is in
             # Pass.run_block (tokenmixup/passes.py).
             output: Output = self.parallel(part.images, targets)
-        loss = training_loss(output)
+        loss = self.loss(output, part, self.step if self.graph is None else self.step_of_graphs)
         n = len(part.images)
         # DDP averages over the ranks: the world size turns that mean into a sum.
         weight = n * self.world.size / global_size
