@@ -68,7 +68,7 @@ def failing(*given, **named):
 
 number = 3
 """
-IMAGES: Words = ("dataset=custom", "dataset.source=mine_of_tests:images", "dataset.workers=0")
+IMAGES: Words = ("dataset=custom", "dataset.source=tokenmixup_of_mine:images", "dataset.workers=0")
 # a key -> the words beside it, but for its path
 KEYS: dict[str, tuple[Words, str]] = {
     "dataset.source": ("dataset=custom", "images"),
@@ -86,16 +86,16 @@ OPTIONS = {"model.source": "model.options", "recipe.metrics.mine": "recipe.metri
 MISTAKES = {  # path -> what the line names
     "{name}.": "must be",
     "nowhere_of_tests:{name}": "No module named 'nowhere_of_tests'",
-    "mine_of_tests:{name}s_of": "has no {name}s_of",
-    "mine_of_tests:number": "is no function",
-    "mine_of_tests:failing": "KeyError: 'a key of mine' ({file}",
-    "mine_of_tests/{name}": "must be",
+    "tokenmixup_of_mine:{name}s_of": "has no {name}s_of",
+    "tokenmixup_of_mine:number": "is no function",
+    "tokenmixup_of_mine:failing": "KeyError: 'a key of mine' ({file}",
+    "tokenmixup_of_mine/{name}": "must be",
 }
 
 
 @pytest.fixture(autouse=True)
 def module(here: Path) -> Iterator[Path]:
-    path = here / "mine_of_tests.py"
+    path = here / "tokenmixup_of_mine.py"
     path.write_text(MODULE)
     yield path
 
@@ -119,7 +119,7 @@ def test_a_mistyped_path_is_one_line(key: str, module: Path):
         named = [key, told.format(name=name, file=module)]
         assert_refused(train(small(words), word), *named)
     assert_refused(
-        train(small(words), f"{plus(key)}{key}=mine_of_tests:{name[:-1]}"), f"perhaps {name}"
+        train(small(words), f"{plus(key)}{key}=tokenmixup_of_mine:{name[:-1]}"), f"perhaps {name}"
     )
     assert snapshot() == before
 
@@ -127,7 +127,7 @@ def test_a_mistyped_path_is_one_line(key: str, module: Path):
 @pytest.mark.parametrize("key", [key for key in KEYS if key != "dataset.source"])
 def test_what_returns_another_thing_on_a_trial_is_one_line(key: str):
     words, name = KEYS[key]
-    word = f"{key}=mine_of_tests:{name}"
+    word = f"{key}=tokenmixup_of_mine:{name}"
     assert_refused(train(small(words), plus(key) + word), word)
     word = plus(key) + word
     group, _, last = key.rpartition(".")
@@ -144,7 +144,7 @@ def test_a_module_in_the_folder_of_the_command_is_found_by_every_program():
     one, other = runs()
     assert one.summary["code"].keys() == {"dataset.source"}
     assert_refused(evaluate(f"run={one.path}", apart=True), "to run it, add dataset.source=mine_")
-    word = "dataset.source=mine_of_tests:images"
+    word = "dataset.source=tokenmixup_of_mine:images"
     assert_succeeded(evaluate(f"run={other.path}", word, apart=True), "images of custom")
 
 
@@ -157,9 +157,10 @@ def test_the_folder_of_the_command_is_searched_last(module: Path):
 def test_a_run_is_not_resumed_with_other_code(module: Path):
     words = (ONE, IMAGES, "name=mine", "resume=auto")
     assert_succeeded(run("train.py", words, apart=True))
+    began = Run("outputs/mine").summary["code"]["dataset.source"]
     module.write_text(MODULE + "\n# later\n")
     result = run("train.py", words, apart=True)
-    assert_refused(result, "other code", "mine_of_tests.py with sha256")
+    assert_refused(result, "other code", f"{began} then, tokenmixup_of_mine.py with sha256")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -190,7 +191,7 @@ matching.capturable = True
 def test_a_graph_is_captured_of_code_that_says_it_can_be(module: Path):
     """Also of ours: the gradient of the input is another pass, and timm's optimisers wait."""
     graph = (ONE, "compile=cuda-graph", "device=cuda", "dry_run=1", "augmentation=[htm]")
-    matching = "augmentation.htm.matching=mine_of_tests:matching"
+    matching = "augmentation.htm.matching=tokenmixup_of_mine:matching"
     for word in (matching, "augmentation.htm.detector=gradient", "recipe.optimizer=lion"):
         assert_refused(train(graph, word), f"compile=cuda-graph {word}: cannot be captured")
     assert_succeeded(train(graph), "1 not started")

@@ -1,10 +1,8 @@
 """The identity of a run: every setting that changes a result, as the present schema reads it."""
 
 import dataclasses
-import importlib
 import json
 import os
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -324,29 +322,30 @@ def test_a_run_is_found_whatever_its_log_and_wherever_its_project_lies(here: Pat
 
 
 OWN_ARRAYS = """
+import os
 import numpy as np
 
-def images(value: int = 0):
-    arrays = [np.full((8, 8), 20 * i, np.uint8) for i in range(12)]
-    arrays[0] = arrays[0] + np.uint8(value)
+def images():
+    arrays = [np.full((8, 8), 10 * i, np.uint8) for i in range(20)]
+    if "CHANGED" in os.environ:
+        arrays[int(os.environ["CHANGED"])][0, 0] += 1
     pairs = [(image, i % 2) for i, image in enumerate(arrays)]
-    return pairs, pairs[:4]
+    return pairs[:12], pairs[12:16], pairs[16:]
 """
 
 
 def test_a_run_on_arrays_is_not_taken_for_one_on_other_pixels(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """Be it one pixel of the images for training, held out, or for validation."""
     monkeypatch.syspath_prepend(here)
-    source = here / "arrays_of_mine.py"
-    source.write_text(OWN_ARRAYS)
+    (here / "arrays_of_mine.py").write_text(OWN_ARRAYS)
     words = (SHORT, "dataset=custom", "dataset.source=arrays_of_mine:images", "resume=auto")
     trained(words)
     trained(words)
-    source.write_text(OWN_ARRAYS.replace("value: int = 0", "value: int = 1"))
-    del sys.modules["arrays_of_mine"]
-    importlib.invalidate_caches()
-    assert_refused(train(words, "name=mine"), "pixels")
+    for place in (0, 12, 16):
+        monkeypatch.setenv("CHANGED", str(place))
+        assert_refused(train(words, "name=mine"), "pixels")
 
 
 def test_files_of_the_method_list_all_options_of_the_library():

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from reproduction.compose import planned_point
+from reproduction.jobs import objective
 from tests.doors import (
     PATIENCE,
     ROOT,
@@ -89,6 +91,21 @@ if sys.orig_argv[-1].startswith("planned="):
 """
 
 
+TELLING = DYING.replace("os._exit(3)", "sys.exit(os.environ['CUDA_VISIBLE_DEVICES'])")
+
+
+def test_jobs_of_several_devices_have_gpus_of_their_own(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Two of four each; a third job shares those of the first."""
+    Path("sitecustomize.py").write_text(TELLING)
+    monkeypatch.setenv("PYTHONPATH", str(here))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    result = train("-m", "jobs=3", "devices=2", "seed=0,1,2", ONE)
+    assert sorted(line.rpartition(" ")[2] for line in result.lines) == ["0,1", "0,1", "2,3"]
+
+
 def test_a_process_that_dies_without_a_word_is_told(here: Path, monkeypatch: pytest.MonkeyPatch):
     Path("sitecustomize.py").write_text(DYING)
     monkeypatch.setenv("PYTHONPATH", str(here))
@@ -118,8 +135,8 @@ def test_a_task_is_one_point_and_a_dry_run_is_none(here: Path):
 
 NAMES = {
     "seed=3 augmentation=[cutmix,mixup]": "cct_2_3x2-digits-mixup+cutmix-s3-",
-    "augmentation=[] recipe.lr=1e-3 recipe.epochs=30": (
-        "cct_2_3x2-digits-plain-lr=1e-3-epochs=30-s0-"
+    "augmentation=[] recipe.lr=1e-3 recipe.transforms.hflip=0": (
+        "cct_2_3x2-digits-plain-lr=1e-3-hflip=0-s0-"
     ),
     "experiment=table1/cifar10_htm": "table1-cifar10_htm-s0-",
     "name=mine": "mine\n",
@@ -131,6 +148,15 @@ NAMES = {
 def test_names_say_what_is_trained(here: Path, command: str):
     result = train("dry_run=1", command.split())
     assert f" outputs/{NAMES[command]}" in result.out
+
+
+def test_a_long_name_is_cut_in_front_of_its_seed_and_hash(here: Path):
+    long = f"recipe.lr=0.001{'0' * 200}"
+    shown = train("-m", long, "recipe.epochs=2,3", "seed=7", "dry_run=1").out
+    names = re.findall(r"outputs/(\S+)", shown)
+    assert len({*names}) == 2
+    for name in names:
+        assert re.search(r"-s7-[0-9a-f]{8}$", name)
 
 
 def test_an_interrupted_sweep_goes_on_with_the_same_command(here: Path):
@@ -147,6 +173,13 @@ def test_an_interrupted_sweep_goes_on_with_the_same_command(here: Path):
     assert statuses() == ["finished"] * 2
     whole = trained("seed=0", MINE, name="whole", root="other")
     assert same(runs()[0], whole) == []
+
+
+def test_a_sweeper_chooses_by_the_last_epoch(here: Path):
+    first, last = trained(SMALL).epochs
+    point = planned_point([*SMALL, "name=mine"])
+    assert objective(point, "eval_loss") == last["eval_loss"] != first["eval_loss"]
+    assert objective(point, "val_loss") is None
 
 
 @pytest.mark.slow

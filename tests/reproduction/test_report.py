@@ -327,6 +327,16 @@ def test_look_counts_what_a_training_step_mixes(here: Path):
         assert row[0] > 0
 
 
+def test_look_tells_what_easy_samples_gain_by_their_donors():
+    """And not the nothing that hard samples gain by themselves."""
+    words = words_of("recipe.epochs=5 recipe.lr=0.01 recipe.warmup_lr=0.01 augmentation=[htm]")
+    trained(SMALL, words, "augmentation.htm.tau=2.22")
+    text = script("look", "run=outputs/mine", "--batches=3").out
+    assert 0 < shares(text, "tau")["easy samples"][-1] < 40, "choose another tau"
+    (gains,) = [row[1:] for row in cells(text) if row[0] == "saliency of donor - own"]
+    assert float(gains[1]) < 0 < float(gains[3])  # quartiles
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("[!_]*.py")), ids=lambda x: x.stem)
 def test_every_script_starts_as_a_module(path: Path):

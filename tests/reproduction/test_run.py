@@ -279,6 +279,8 @@ def test_evaluations_and_the_result_of_a_run(here: Path, every: int):
     late = [line["top1"] for line in run.epochs if line["epoch"] > 3]
     assert run.summary["top1_best"] == max(top1)
     assert run.summary["top1_median10"] == median(late)
+    report = (run.path / "report.md").read_text()
+    assert f"median of the last {len(late)} evaluated epochs | {median(late):.2f} %" in report
     if every == 1:
         assert late == top1[-10:]
         assert median(late) != median(top1[-11:]), "choose another seed"
@@ -354,9 +356,11 @@ def test_the_first_of_equal_epochs_is_the_best(here: Path):
 
 
 def test_max_steps_ends_a_run_within_an_epoch(here: Path):
-    run = trained("recipe.max_steps=4", SMALL)
-    assert len(run.steps) == 4
+    """Of 20, 19 and 19 images."""
+    run = trained("recipe.max_steps=5", SMALL, "dataset.limit=58", "recipe.drop_last=false")
+    assert len(run.steps) == 5
     assert len(run.epochs) == 2
+    assert run.summary["images"] == 58 + 20 + 19
 
 
 def without_speed(lines: list[Line]) -> list[Line]:

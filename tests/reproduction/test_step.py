@@ -208,6 +208,14 @@ def test_vectors_and_embeddings_do_not_decay():
         assert decay[id(parameter)] == expected, name
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb"])
+def test_an_optimizer_is_made_with_the_rates_of_the_recipe(name: str):
+    rates = ("recipe.lr=0.02", "recipe.weight_decay=0.3")
+    trainer = build_trainer(f"recipe.optimizer={name}", rates, PLAIN, "device=cpu")
+    defaults = trainer.optimizer.defaults
+    assert (defaults["lr"], defaults["weight_decay"]) == (0.02, 0.3)
+
+
 def test_sgd_has_plain_momentum():
     words = (SGD, "augmentation=[]", "recipe.min_lr=0.1")
     trainer = build_trainer(words)

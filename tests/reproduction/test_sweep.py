@@ -13,6 +13,9 @@ import pytest
 import yaml
 from hydra._internal.utils import get_args_parser
 
+from reproduction.compose import planned_point
+from reproduction.errors import PlainError, UserError
+from reproduction.sweep import Sweep, run_of
 from tests.doors import (
     ROOT,
     SHORT,
@@ -22,6 +25,7 @@ from tests.doors import (
     assert_succeeded,
     cells,
     config_of,
+    line_of,
     runs,
     script,
     train,
@@ -222,6 +226,27 @@ def test_studies_of_one_stem_have_files_of_their_own():
 
 
 # --- words ---------------------------------------------------------------------------------------
+
+
+def test_points_of_one_name_are_refused():
+    assert_refused(
+        train("-m", "seed=0,1", "name=mine", ONE), "name=outputs/mine: 2 points share it"
+    )
+
+
+def test_a_folder_with_the_run_of_another_seed_is_not_the_points(model: Run):
+    write(model, "mine", {}, seed=1)
+    words = [*SMALL, "augmentation=[htm]", "recipe.max_steps=1", "name=mine"]
+    found = [run_of(planned_point([*words, f"seed={seed}"])).status for seed in (0, 1)]
+    assert found == ["not started", "finished"]
+
+
+def test_a_sweep_ends_with_the_status_of_its_worst_error():
+    sweep = Sweep.over_keys(line_of(ONE))
+    for errors in ([PlainError("one"), UserError("other")], [UserError("one"), PlainError("two")]):
+        with pytest.raises(SystemExit) as end:
+            sweep.conclude(errors)
+        assert end.value.code == UserError.status
 
 
 def test_words_mean_the_same_with_and_without_a_sweep():

@@ -342,6 +342,16 @@ def test_a_table_does_not_merge_runs_whose_data_differ(model: Run):
     assert "has other pixels" in text
 
 
+def test_rows_of_other_initial_weights_both_count(model: Run):
+    """Their records differ as their settings do."""
+    for name in ("one", "other"):
+        record = {"images": "54 images", "weights": name}
+        write(model, name, {"model.weights": name}, data=record)
+    numbers, text = table()
+    assert numbers.n.tolist() == [1, 1]
+    assert "not counted" not in text
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [

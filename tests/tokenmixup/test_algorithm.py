@@ -1,6 +1,7 @@
 """The parts of the method as properties of public functions, each beside a plain restatement."""
 
 import math
+from contextlib import nullcontext
 from itertools import permutations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -201,6 +202,17 @@ def test_saliency_that_is_lost_does_not_matter_where_nothing_is_replaced(is_easy
 def test_saliency_that_is_lost_gives_no_donor(by: Rules):
     with pytest.raises(FloatingPointError, match="not finite"):
         mix(lost_batch(), 0.0, by)
+
+
+@pytest.mark.parametrize("by", [Rules(), RANDOM_MATCHING], ids=["optimal", "random"])
+def test_a_gain_that_is_lost_matters_to_an_easy_receiver_alone(by: Rules):
+    batch = one_batch()._replace(is_easy=torch.arange(5) < 4)
+    for receiver in range(5):
+        gain = torch.zeros(5, 5)
+        gain[receiver, 0] = NAN
+        by = by._replace(score=lambda saliency, rho, gain=gain: gain)
+        with pytest.raises(FloatingPointError) if receiver < 4 else nullcontext():
+            mix(batch, 0.0, by)
 
 
 @pytest.mark.parametrize("rule", ["match", "choose"])

@@ -140,8 +140,10 @@ def test_figures_of_a_layer_count_easy_and_mixed_samples_and_replaced_tokens(ima
 
 
 def test_figures_of_a_pass_count_what_any_layer_mixed(images, targets):
-    output = attached(htm=half_easy(images, targets))(images, targets)
+    module = attached(htm=half_easy(images, targets))
+    output = module(images, targets)
     first, second = output.layers
+    assert module.mixed_pairs(images, targets).layer == first.layer == 1
     easy = first.is_easy | second.is_easy
     mask = first.mask | second.mask
     assert torch.equal(output.is_easy, easy)

@@ -21,6 +21,7 @@ from tests.conftest import CLASSES, drawn_batch, gradients_of, small_cct
 from tests.tokenmixup.models import (
     ENCODED,
     KINDS,
+    SWIN,
     WITH_MEMORY,
     Encoded,
     batch_of,
@@ -303,16 +304,28 @@ def with_tokens(name: str, model: Any, images: Tensor, indices: list[Tensor]) ->
 
 @pytest.mark.parametrize("name", of_each_kind(WITH_MEMORY))
 def test_vtm_is_the_block_on_its_own_tokens_and_the_memory(name: str):
+    assert_is_by_hand(name)
+
+
+def test_a_class_token_in_the_memory_has_no_position():
+    """The published indices, of patches, begin at the class token."""
+    indices = assert_is_by_hand("eva02", "published")
+    assert (indices == 0).any(), "choose another kind"
+
+
+def assert_is_by_hand(name: str, offset: str = "paper") -> Tensor:
+    """Returns the indices of the memory."""
     images, targets = batch_of(name)
     kind = KINDS[name]
     model = build(name)[0].train()
-    module = attached(name, vtm={"layer": LAYER, "kappa": KAPPA})
+    vtm = {"layer": LAYER, "kappa": KAPPA, "class_token_offset": offset}
+    module = attached(name, vtm=vtm)
     plain = logits_of(copy.deepcopy(model)(images))
     sources = blocks_of(name, model)[:LAYER]
     indices = []
     for block, call in zip(sources, calls_of(name, model, images), strict=False):
         places = saliency_of(name, block, call).topk(KAPPA).indices
-        indices.append(kind.prefix + places)
+        indices.append(places + kind.prefix if offset == "paper" else places)
     has_positions = kind.pixels == 64 and name not in ("norms behind", "parallel")
     if has_positions:
         expected = with_positions(name, model, images, indices)
@@ -324,6 +337,7 @@ def test_vtm_is_the_block_on_its_own_tokens_and_the_memory(name: str):
     training_loss(output).backward()
     F.cross_entropy(expected, targets).backward()
     assert_same_gradients(module.model, model)
+    return torch.cat(indices)
 
 
 @pytest.mark.parametrize(
@@ -362,18 +376,29 @@ def test_layers_of_one_stage_are_counted_over_all_blocks():
     assert output.mask.shape == (4, 16)
 
 
+def oblong_swin() -> Any:
+    """Its blocks get rows of columns."""
+    told = {**SWIN, "img_size": (64, 32), "drop_path_rate": 0.0}
+    return timm.create_model("swin_tiny_patch4_window7_224", num_classes=CLASSES, **told)
+
+
 @pytest.mark.parametrize(
-    ("build", "adapter"),
+    ("build", "adapter", "patch"),
     [
-        (lambda: Encoded((4, 16)), ENCODED),
-        (lambda: huggingface("ViT", patch_size=(4, 16)), None),
+        (lambda: Encoded((4, 16)), ENCODED, (4, 16)),
+        (lambda: huggingface("ViT", patch_size=(4, 16)), None, (4, 16)),
+        (oblong_swin, None, (4, 4)),
     ],
-    ids=["encoder", "hf vit"],
+    ids=["encoder", "hf vit", "swin"],
 )
-def test_the_gradient_detector_takes_the_grid_of_oblong_patches(build: Any, adapter: Any):
-    """8 rows of 2: a grid of another shape would pool to other numbers."""
+def test_the_gradient_detector_takes_the_grid_of_oblong_patches(
+    build: Any, adapter: Any, patch: tuple[int, int]
+):
+    """8 rows of 2, or 16 of 8: a grid of another shape would pool to other numbers."""
     htm = {"layer": 1, "detector": "gradient", **ALL}
     images, targets = batch_of("encoder")
+    if build is oblong_swin:
+        images = images.repeat(1, 1, 2, 1)
     torch.manual_seed(0)
     model = build()
     plain = copy.deepcopy(model).eval()
@@ -382,7 +407,7 @@ def test_the_gradient_detector_takes_the_grid_of_oblong_patches(build: Any, adap
     F.cross_entropy(logits_of(plain(images)), targets, reduction="sum").backward()
     assert images.grad is not None
     pixels = images.grad.square().sum(dim=1, keepdim=True).sqrt()
-    cells = F.avg_pool2d(pixels, (4, 16)).flatten(1)
+    cells = F.avg_pool2d(pixels, patch).flatten(1)
     expected = cells / cells.sum(dim=1, keepdim=True)
     assert_close(output.layers[0].saliency, expected, atol=1e-6, rtol=1e-3)
 

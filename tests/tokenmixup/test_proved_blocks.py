@@ -213,6 +213,7 @@ def test_a_proof_changes_nothing_of_the_model(name: str, dtype: torch.dtype):
 
 
 LOSSES: list[Tensor] = []
+KEPT: list[Tensor] = []
 
 
 class Leaving(Block):
@@ -236,8 +237,9 @@ class Leaving(Block):
         self.leave(out, drawn + random.random() + np.random.random())
         return out
 
-    def leave(self, x: Tensor, drawn: Tensor) -> None:
+    def leave(self, x: Tensor, drawn: Tensor, *, kept: list[Tensor] = KEPT) -> None:
         loss = x.square().mean()
+        kept.append(loss)
         with torch.no_grad():
             self.plain[0] += drawn
             self.mean += x.mean(dim=(0, 1)).detach()
@@ -275,6 +277,7 @@ def test_a_proof_leaves_nothing_of_its_runs(monkeypatch: pytest.MonkeyPatch):
         blocks[1].norm2.register_forward_hook(lambda part, args, out, kept=kept: kept.append(out))
         Leaving.seen.clear()
         LOSSES.clear()
+        KEPT.clear()
         Leaving.count = 0
         random.seed(0)
         np.random.seed(0)
@@ -282,7 +285,7 @@ def test_a_proof_leaves_nothing_of_its_runs(monkeypatch: pytest.MonkeyPatch):
             monkeypatch.setattr("tokenmixup.prove.prove_block", lambda *_: Sight())
         module(*batch_of(case))
         assert (min(runs()) > 3) == is_proved
-        left.append([[block.left() for block in blocks], len(kept)])
+        left.append([[block.left() for block in blocks], len(kept), len(KEPT)])
     assert_close(left[0], left[1], rtol=0, atol=0)
 
 
@@ -465,6 +468,26 @@ def test_a_proof_leaves_no_weight_in_a_cache(settings: Any):
 class Streams(Block):
     def forward(self, x: Tensor, given: Any) -> Any:
         return super().forward(x + given)
+
+
+class Masked(Block):
+    """Gets a mask of each sample."""
+
+    def forward(self, x: Tensor, given: Any) -> Any:
+        self.mask = given[:, None]
+        return super().forward(x)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, self.mask)
+
+
+def test_a_mask_of_each_sample_is_no_stream():
+    case = Case(Masked, htm=True, vtm=False)
+    images, targets = batch_of(case)
+    model = Given(case)
+    model.given = torch.randn(len(images), TOKENS, TOKENS)
+    module = attach(model, CLASSES, adapter=ADAPTER, htm=HTM).train()
+    assert module(images, targets).mask.any()
 
 
 def test_htm_refuses_a_stream_that_it_would_not_mix():
@@ -801,7 +824,7 @@ def test_a_block_that_has_been_changed_is_proved_again(change: Callable[[Any], N
 class Biased(Block):
     """Gets a bias for its tokens, and may be told to centre these."""
 
-    def forward(self, x: Tensor, bias: Any = None, centres: bool = False) -> Tensor:
+    def forward(self, x: Tensor, centres: bool = False, bias: Any = None) -> Tensor:
         self.bias = bias
         if centres:
             x = x - x.mean(dim=1, keepdim=True)
@@ -811,12 +834,16 @@ class Biased(Block):
         return F.scaled_dot_product_attention(q, k, v, self.bias)
 
 
-def test_a_block_that_gets_arguments_of_another_kind_is_proved_again():
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_block_that_gets_arguments_of_another_kind_is_proved_again(by_name: bool):
     case = Case(Biased, htm=True, vtm=True)
     module = attached(case, vtm=VTM)
     batch = batch_of(case)
-    given: dict[str, Any] = {}
-    module.model.run = lambda block, x: block(x, **given)
+    given: dict[str, Any] = {"centres": False}
+    if by_name:
+        module.model.run = lambda block, x: block(x, **given)
+    else:
+        module.model.run = lambda block, x: block(x, *given.values())
     module(*batch)
     given["bias"] = torch.randn(1, 1, TOKENS, TOKENS)
     module(*batch)

@@ -228,6 +228,11 @@ def blocks_run_twice(model: Any) -> None:
     model.blocks = Twice(*model.blocks)
 
 
+@row("block 1 .*runs again", settings={"htm": {"layer": 1}})
+def one_block_runs_twice(model: Any) -> None:
+    model.blocks = Twice(*model.blocks)
+
+
 @row("checkpoint_blocks=True")
 def reentrant_checkpoint(model: Any) -> None:
     model.blocks = Rerunning(*model.blocks)
@@ -293,6 +298,11 @@ def pooling_of_ones_own(model: Any) -> None:
 def causal_attention(model: Any) -> None:
     mask = nn.Transformer.generate_square_subsequent_mask(16)
     model.masks = {"mask": mask, "is_causal": True}
+
+
+@row("without a mask", build=encoded, adapter=ENCODED)
+def padded_keys(model: Any) -> None:
+    model.masks = {"src_key_padding_mask": torch.zeros(len(batch()[0]), 16, dtype=torch.bool)}
 
 
 @row("first argument", build=encoded, adapter=ENCODED)
