@@ -19,6 +19,7 @@ from tests.doors import (
     script,
     snapshot,
     train,
+    trained,
 )
 
 ONE = (SMALL, "recipe.epochs=1", "recipe.max_steps=2")
@@ -146,6 +147,18 @@ def test_a_module_in_the_folder_of_the_command_is_found_by_every_program():
     assert_refused(evaluate(f"run={one.path}", apart=True), "to run it, add dataset.source=mine_")
     word = "dataset.source=mine_of_tests:images"
     assert_succeeded(evaluate(f"run={other.path}", word, apart=True), "images of custom")
+
+
+def test_no_function_of_ours_but_those_of_the_table_runs_unasked():
+    """A configuration from elsewhere may name what a module of ours has imported."""
+    run = trained(ONE, "augmentation=[]")
+    path = run.path / "config.yaml"
+    text = path.read_text()
+    for place in ("reproduction.data.sources:os.system", "reproduction.files:write_text"):
+        path.write_text(text.replace("reproduction.data.sources:digits", place))
+        summary = run.path / "summary.json"
+        summary.unlink(missing_ok=True)
+        assert_refused(evaluate(f"run={run.path}"), f"to run it, add dataset.source={place}")
 
 
 def test_the_folder_of_the_command_is_searched_last(module: Path):
