@@ -297,7 +297,7 @@ class Checks:
 
     def check_parts(self, config: Config) -> None:
         from reproduction.models.build import try_pass, without_weights  # imports torch
-        from reproduction.training.run import check_start
+        from reproduction.training.trial import check_start
 
         self.check_device(config)
         if self.is_dry and isinstance(config.model, ViT):  # its first weights are a download
