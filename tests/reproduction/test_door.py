@@ -212,6 +212,17 @@ def test_a_graph_is_captured_of_code_that_says_it_can_be(module: Path):
     assert_refused(result, "has no attribute 'donor'")  # not before it is matched: the next check
 
 
+def test_a_module_that_is_not_here_is_told_in_a_list_of_runs(module: Path):
+    words = (ONE, "recipe.optimizer=mine_of_tests_too:lion", "resume=auto")
+    other = module.with_name("mine_of_tests_too.py")
+    other.write_text("from timm.optim import Lion as lion\n")
+    assert_succeeded(run("train.py", words, apart=True))
+    other.unlink()
+    result = run("train.py", words, "dry_run=1", apart=True)
+    assert_succeeded(result, "not here: recipe.optimizer=mine_of_tests_too:lion", "1 finished")
+    assert_refused(run("train.py", words, apart=True), "No module named 'mine_of_tests_too'")
+
+
 def test_a_table_marks_a_row_whose_runs_are_of_several_codes(module: Path):
     words = (ONE, IMAGES, "name=mine-${seed}")
     assert_succeeded(train(words, "seed=0", apart=True))
