@@ -31,7 +31,7 @@ class HorizontalMix(NamedTuple):
 class Samples:
     """A batch at a layer of HTM, as far as Algorithm 1 has come: what rules are functions of.
 
-    `donor` and `mask` are there once the rules that return them have been called.
+    `donor` and `mask`, with what follows from each, are there once their rules have been called.
     """
 
     tokens: Tensor  # b n d; the last t of a sample are the spatial ones
@@ -42,17 +42,9 @@ class Samples:
     grid: tuple[int, int] | None  # rows and columns of the spatial tokens, if known
     gain: Tensor  # b b, of every pair, receiver x donor
     donor: Tensor = field(init=False)  # b int64
+    offered: Tensor = field(init=False)  # b t, saliency of the donors' tokens
     mask: Tensor = field(init=False)  # b t bool
-
-    @property
-    def offered(self) -> Tensor:
-        """Saliency of the donors' tokens, `b t`."""
-        return self.saliency[self.donor]
-
-    @property
-    def mixed_saliency(self) -> Tensor:
-        """Saliency of the tokens after the exchange, `b t`."""
-        return torch.where(self.mask, self.offered, self.saliency)
+    mixed_saliency: Tensor = field(init=False)  # b t, of the tokens after the exchange
 
 
 def optimal_matching(samples: Samples) -> Tensor:
@@ -133,7 +125,9 @@ def mix_horizontal(
     )
     # 5: Eq. 7, sigma of every sample
     samples.donor = donor = _checked("match", rules.match(samples), [b], torch.int64)
+    samples.offered = saliency[donor]
     samples.mask = mask = _checked("choose", rules.choose(samples), [b, t], torch.bool)  # Eq. 9
+    samples.mixed_saliency = torch.where(mask, samples.offered, saliency)
     keep_ratio = rules.weigh(samples).to(targets.dtype)
     _checked("weigh", keep_ratio, [b, 1], targets.dtype)
     return HorizontalMix(
