@@ -77,7 +77,8 @@ FolderName = Annotated[str, AfterValidator(folder_name)]
 PathName = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 
 # Keys that choose a function. What each one is called with, and returns: docs/extending.md.
-DATA = Door("dataset.source")
+DATA_SETS = ("digits", "cifar10", "cifar100", "image_folder", "imagenet1k")
+DATA = Door("dataset.source", {name: f"{SOURCES}:{name}" for name in DATA_SETS})
 MODEL = Door("model.source")
 HTM_RULES = {name: Door(f"augmentation.htm.{name}", ours) for name, ours in RULES.items()}
 OPTIMIZER = Door(
@@ -214,7 +215,7 @@ class Dataset:
     workers: Workers = "auto"
     validation: Rate = 0.0
     validation_seed: Seed = 0
-    source: Annotated[str, AfterValidator(DATA.checked), DATA.schema]
+    source: Annotated[str, AfterValidator(DATA.checked), AfterValidator(DATA.path), DATA.schema]
     options: dict[str, Any] = Field(default_factory=dict)
 
 

@@ -25,7 +25,6 @@ from pydantic import WithJsonSchema
 from reproduction.errors import OneLineError, UserError, first_line, of_system
 from reproduction.files import lack_behind
 
-OURS = ("reproduction", "tokenmixup")  # packages whose code is that of this revision
 PATH = re.compile(r"(?a)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 FORM = "package.module:factory"
 WHERE = "a module must be installed, or lie in the folder of the command, or in PYTHONPATH"
@@ -85,8 +84,10 @@ class Door:
         return self.ours.get(chosen, chosen)
 
     def is_own(self, chosen: str) -> bool:
-        """Whether this is the path of code from elsewhere."""
-        return self.path(chosen).partition(":")[0].partition(".")[0] not in OURS
+        """Whether this is neither an entry of the table nor timm's: code that must be asked for."""
+        path = self.path(chosen)
+        is_timms = bool(self.timm) and path.startswith(f"{self.timm}.")
+        return path not in self.ours.values() and not is_timms
 
     def checked(self, chosen: str) -> str:
         """Returns a name of ours or a path; ValueError for anything else."""

@@ -8,6 +8,7 @@ import sys
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -287,33 +288,37 @@ class Checks:
         if folder.read_summary().get("data") and self.has_images(config.dataset):
             folder.check_same("data", record(opened(config.dataset), config.model.weights))
         if folder.read_summary().get("code"):
-            folder.check_same("code", files_of(own_code(config)))
+            with self.noting_modules():
+                folder.check_same("code", files_of(own_code(config)))
 
     def check_run(self, config: Config) -> None:
         """Checks the device, the images, the model and code of one's own."""
+        from reproduction.models.build import try_pass, without_weights  # imports torch
+        from reproduction.training.trial import check_start
+
         setting = f"{row_hash(config)} {config.device} {config.compile}"
         if setting in self.checked or not is_first_rank():
             return
         self.checked.add(setting)
+        self.check_device(config)
+        if self.is_dry and isinstance(config.model, ViT):  # its first weights are a download
+            config = replace(config, model=replace(config.model, pretrained=None))
+        with self.noting_modules():
+            if self.has_images(config.dataset):
+                check_start(config)
+            else:
+                model = without_weights(config.model)
+                try_pass(model, config.augmentation, CLASSES, own_code(config))
+
+    @contextmanager
+    def noting_modules(self) -> Iterator[None]:
+        """Notes a module that this machine lacks, if the run is dry; else it is an error."""
         try:
-            self.check_parts(config)
+            yield
         except UserError as error:
             if not (self.is_dry and isinstance(error.__cause__, ModuleNotFoundError)):
                 raise
             self.lacks[str(error)] = None
-
-    def check_parts(self, config: Config) -> None:
-        from reproduction.models.build import try_pass, without_weights  # imports torch
-        from reproduction.training.run import check_start
-
-        self.check_device(config)
-        if self.is_dry and isinstance(config.model, ViT):  # its first weights are a download
-            config = replace(config, model=replace(config.model, pretrained=None))
-        if self.has_images(config.dataset):
-            check_start(config)
-        else:
-            model = without_weights(config.model)
-            try_pass(model, config.augmentation, CLASSES, own_code(config))
 
     def check_device(self, config: Config) -> None:
         from reproduction.training.ranks import resolve_device  # imports torch

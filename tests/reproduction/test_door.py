@@ -19,6 +19,7 @@ from tests.doors import (
     script,
     snapshot,
     train,
+    trained,
 )
 
 ONE = (SMALL, "recipe.epochs=1", "recipe.max_steps=2")
@@ -148,6 +149,18 @@ def test_a_module_in_the_folder_of_the_command_is_found_by_every_program():
     assert_succeeded(evaluate(f"run={other.path}", word, apart=True), "images of custom")
 
 
+def test_no_function_of_ours_but_those_of_the_table_runs_unasked():
+    """A configuration from elsewhere may name what a module of ours has imported."""
+    run = trained(ONE, "augmentation=[]")
+    path = run.path / "config.yaml"
+    text = path.read_text()
+    for place in ("reproduction.data.sources:os.system", "reproduction.files:write_text"):
+        path.write_text(text.replace("reproduction.data.sources:digits", place))
+        summary = run.path / "summary.json"
+        summary.unlink(missing_ok=True)
+        assert_refused(evaluate(f"run={run.path}"), f"to run it, add dataset.source={place}")
+
+
 def test_the_folder_of_the_command_is_searched_last(module: Path):
     """A file there takes the place of no module that is installed."""
     module.with_name("json.py").write_text(MODULE)
@@ -198,6 +211,17 @@ def test_a_graph_is_captured_of_code_that_says_it_can_be(module: Path):
     module.with_name("mine_captured.py").write_text(CAPTURABLE)
     result = train(graph, "augmentation.htm.matching=mine_captured:matching")
     assert_refused(result, "has no attribute 'donor'")  # not before it is matched: the next check
+
+
+def test_a_module_that_is_not_here_is_told_in_a_list_of_runs(module: Path):
+    words = (ONE, "recipe.optimizer=mine_of_tests_too:lion", "resume=auto")
+    other = module.with_name("mine_of_tests_too.py")
+    other.write_text("from timm.optim import Lion as lion\n")
+    assert_succeeded(run("train.py", words, apart=True))
+    other.unlink()
+    result = run("train.py", words, "dry_run=1", apart=True)
+    assert_succeeded(result, "not here: recipe.optimizer=mine_of_tests_too:lion", "1 finished")
+    assert_refused(run("train.py", words, apart=True), "No module named 'mine_of_tests_too'")
 
 
 def test_a_table_marks_a_row_whose_runs_are_of_several_codes(module: Path):

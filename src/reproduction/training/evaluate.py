@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from reproduction.config import METRIC, Recipe
 from reproduction.data.inputs import Normalize
-from reproduction.door import Refused
 from reproduction.errors import PlainError
 from reproduction.training.ranks import World
 from tokenmixup.contexts import evaluating
@@ -53,18 +52,6 @@ def build_metrics(recipe: Recipe) -> dict[str, Metric]:
 
 def gathers(metric: Metric) -> bool:
     return getattr(metric, "gathers", False)
-
-
-def try_metrics(recipe: Recipe, num_classes: int) -> None:
-    """Raises UserError for a metric that fails on two images, or returns no number."""
-    for name, metric in build_metrics(recipe).items():
-        chosen = recipe.metrics[name]
-        with replace(METRIC, key=f"recipe.metrics.{name}").refusing(chosen):
-            found = metric(torch.randn(2, num_classes), torch.arange(2) % num_classes)
-            numbers = [found] if gathers(metric) else [*found]
-            if len(numbers) != (1 if gathers(metric) else 2):
-                raise Refused(f"returns {len(numbers)} numbers, must return a sum and a count")
-            [float(number) for number in numbers]
 
 
 class Sums:

@@ -7,7 +7,6 @@ import math
 import platform
 import signal
 from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -16,13 +15,11 @@ from typing import Any
 
 import torch
 
-from reproduction.config import DATA, LOSS, MODEL, Config, door_of
+from reproduction.config import Config
 from reproduction.data import loaders
 from reproduction.data.halves import Data, in_memory
-from reproduction.data.inputs import Mixed, build_training_inputs
 from reproduction.data.seeding import preserved_generators
 from reproduction.data.sources import opened, record
-from reproduction.door import Door, Refused
 from reproduction.errors import (
     OneLineError,
     PlainError,
@@ -34,7 +31,7 @@ from reproduction.errors import (
     warn,
 )
 from reproduction.folder import RunFolder, hold
-from reproduction.identity import changes, files_of, flat, own_code, run_hash, saved
+from reproduction.identity import changes, files_of, own_code, run_hash, saved
 from reproduction.machine import git_revision, hardware_name, is_first_rank, local_ranks
 from reproduction.models.build import (
     build_module,
@@ -46,7 +43,7 @@ from reproduction.models.build import (
 from reproduction.models.weights import read_newest
 from reproduction.training import metrics
 from reproduction.training.checkpoint import Clock, save_plain
-from reproduction.training.evaluate import build_metrics, gathers, try_metrics
+from reproduction.training.evaluate import build_metrics, gathers
 from reproduction.training.fit import (
     Run,
     RunState,
@@ -57,11 +54,10 @@ from reproduction.training.fit import (
     write_metrics,
 )
 from reproduction.training.loggers import Loggers
-from reproduction.training.optimizers import build_optimizer
 from reproduction.training.ranks import World, join_world, on_ranks, resolve_device
-from reproduction.training.step import Trainer, build_loss
+from reproduction.training.step import Trainer
 from reproduction.training.stop import Stop, handling
-from tokenmixup import HTM, TokenMixup
+from tokenmixup import HTM
 
 LIBRARIES = ("torch", "torchvision", "timm", "numpy", "scipy", "hydra-core")
 
@@ -100,75 +96,6 @@ def _record_end(folder: RunFolder, config: Config, status: str, reason: str) -> 
     except (OSError, OneLineError):  # such as a full disk; reports recognise the run by its lock
         kept = "kept as it is"
     return f"{reason}; {folder.path} is {kept}, {config.how_to_continue}"
-
-
-def check_start(config: Config) -> None:
-    """Raises UserError if the run cannot start here; writes nothing but downloaded data."""
-    check_capture(config)
-    data = opened(config.dataset)
-    batches = loaders.TrainingBatches(config, len(data.train), rank=0, ranks=config.devices)
-    classes = len(data.classes)
-    trial = try_pass(config.model, config.augmentation, classes, own_code(config))
-    mixed = try_inputs(config, classes)
-    if LOSS.is_own(config.recipe.loss):
-        try_loss(trial.module, mixed, config)
-    try_metrics(config.recipe, classes)
-    build_optimizer(trial.module.to_empty(device="cpu"), config.recipe)
-    images = loaders.build_training_images(config, data.train)
-    try:
-        images[0, 0]  # epoch 0, image 0: raises if it is unreadable
-    except PlainError as error:
-        raise UserError(f"the first training image: {error}") from error
-    count = config.recipe.grad_accum_steps
-    fewest = batches.global_size(len(batches) - 1) // config.devices  # of a rank, in a batch
-    if fewest < count:
-        reason = f"some batches leave {fewest} images to a rank, allowed is 1..{fewest}"
-        raise UserError(f"recipe.grad_accum_steps={count}: {reason}")
-
-
-def try_inputs(config: Config, num_classes: int) -> Mixed:
-    """Returns two random images as training gets them; UserError if a mixing of one's own fails."""
-    inputs = build_training_inputs(config, torch.device("cpu"))
-    size = config.model.image_size
-    images = torch.randint(256, (2, 3, size, size), dtype=torch.uint8)
-    classes = torch.arange(2) % num_classes
-    for name, settings in config.augmentation.own.items():
-        with Door(f"augmentation.{name}.source").refusing(settings.source):
-            return inputs(images, classes, config.seed, 0, 0)
-    return inputs(images, classes, config.seed, 0, 0)
-
-
-def try_loss(module: TokenMixup, mixed: Mixed, config: Config) -> None:
-    """Raises UserError if a loss of one's own fails on a batch, on the CPU."""
-    recipe = config.recipe
-    with LOSS.refusing(recipe.loss):
-        loss = build_loss(recipe, torch.device("cpu"))
-        output = module(mixed.images, mixed.targets(module.num_classes, recipe.label_smoothing))
-        found = loss(output, mixed, 0)
-        if not isinstance(found, torch.Tensor) or found.shape != () or not found.requires_grad:
-            shape = getattr(found, "shape", type(found).__name__)
-            raise Refused(f"returns {shape}, must return a scalar with a gradient")
-        found.backward()
-        trained = [name for name, x in module.named_parameters() if x.requires_grad]
-        lost = [name for name in trained if module.get_parameter(name).grad is None]
-        if lost and config.devices > 1:  # for which other ranks would wait
-            reason = f"gives {len(lost)} parameters no gradient, such as {lost[0]}"
-            raise Refused(f"{reason}; with devices={config.devices} each must have one")
-
-
-def check_capture(config: Config) -> None:
-    """Raises UserError for a CUDA graph of code that cannot be captured, or does not say so."""
-    if config.compile != "cuda-graph":
-        return
-    for key, chosen in flat(asdict(config)):
-        door = door_of(key)
-        if door is None or key in (DATA.key, MODEL.key) or key.startswith("recipe.metrics."):
-            continue
-        with door.refusing(chosen):
-            is_capturable = getattr(door.factory(chosen), "capturable", not door.is_own(chosen))
-        if not is_capturable or key.startswith("augmentation.own."):  # which draws on the host
-            rule = "cannot be captured; code of your own can if it says `capturable = True`"
-            raise UserError(f"compile=cuda-graph {key}={chosen}: {rule}")
 
 
 def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,6 +200,11 @@ def _assembled(
     test_loader = None
     if data.validation is not None:
         test_loader = evaluation_loader(data.held_out)
+    own = build_metrics(config.recipe)
+    gathering = ", ".join(name for name, metric in own.items() if gathers(metric))
+    if world.is_main and gathering:
+        size = 4 * len(data.held_out) * len(data.classes) / 1e6
+        say(f"metrics: all logits are gathered for {gathering}, {size:.3g} MB in each evaluation")
     return Run(
         trainer=trainer,
         folder=folder,
@@ -285,7 +217,7 @@ def _assembled(
         clock=Clock(config.checkpoint),
         batch_metrics=metrics.BatchMetrics(world),
         pulse=Pulse(),
-        metrics=build_metrics(config.recipe),
+        metrics=own,
     )
 
 
@@ -313,11 +245,6 @@ def _say_start(
         say(f"each epoch leaves out {others}, other ones each time: recipe.drop_last=true")
     for remark in data.remarks:
         warn(f"warning: {remark}")
-    gathering = [name for name, metric in build_metrics(config.recipe).items() if gathers(metric)]
-    if gathering:
-        size = 4 * len(data.held_out) * len(data.classes) / 1e6
-        names = ", ".join(gathering)
-        say(f"metrics: all logits are gathered for {names}, {size:.3g} MB in each evaluation")
     if facts.get("initial_weights") is not None:
         say(f"initial weights: {facts['initial_weights']}")
     for name, row in facts.get("htm", {}).items():
