@@ -34,7 +34,18 @@ COPIED = (  # from summary.json into a line of results/
 )
 # The same of what not every revision counts; of easy samples, earlier ones counted the tokens.
 IF_COUNTED = ("mixed_share", "mixed_samples", "mixed_tokens", "easy_tokens")
-INTRODUCTION = f"""# Results
+HEAD = """# Results
+
+What was run, a section for each study. [How to read the tables](#how-to-read-the-tables), and the
+[pilots](#pilots) that came before them, stand at the end.
+"""
+READING = f"""## How to read the tables
+
+{HOW_TO_READ}
+
+So few pairs find only a difference that is large compared with its spread: no test shows that two
+rows are equal, and nothing follows for other models, data, training lengths or settings, including
+the paper's.
 
 `python -m scripts.report --results results` writes this page from `results/*.jsonl`, which hold a
 line for each run; `make publish` adds one. To check a line, train its configuration again at its
@@ -42,27 +53,23 @@ git revision: on a CPU, with the same versions and threads, the weights are equa
 sha256 is over their names and bytes, but in lines of git revisions before ff43bbae60 over their
 file. cifar10_5k and digits100 lack the threads (digits100: `OMP_NUM_THREADS=1`), and their sha256
 may differ for equal weights.
-
-{HOW_TO_READ}
-
-So few pairs find only a difference that is large compared with its spread: no test shows that two
-rows are equal, and nothing follows for other models, data, training lengths or settings, including
-the paper's. Runs of pilots were not kept.
 """
 
 
 def results_page(results: Path) -> str:
     """Returns docs/results.md: the studies that have run, then those that are registered."""
-    lines = [INTRODUCTION]
+    sections = []
+    pilots = ["## Pilots\n\nWhat was tried before a study was fixed. These runs were not kept.\n"]
     registered = []
     for path in sorted(results.glob("*.yaml")):
         study = read(path)
         if path.with_suffix(".jsonl").exists():
-            lines += _section(path, study)
+            sections += _section(path, study)
+            pilots.append(f"**{study.title}.** {study.pilot.strip()}\n")
         else:
             registered.append(f"[{study.title}](../results/{path.name})")
     not_run = f"No row of the paper's tables. Registered: {'; '.join(registered)}."
-    return "\n".join([*lines, f"\n## Not run\n\n{not_run}\n"])
+    return "\n".join([HEAD, *sections, f"## Not run\n\n{not_run}\n", READING, *pilots])
 
 
 def _section(path: Path, study: Study) -> Iterator[str]:
@@ -71,16 +78,14 @@ def _section(path: Path, study: Study) -> Iterator[str]:
     whole, _ = part_of(str(path), study, None, FULL, [])
     table = study_table(whole, runs, path.parent)
     file = f"results/{path.name}"
-    yield f"\n## {study.title}\n\n{study.about.strip()}\n"
-    yield (
-        f"Fixed before the first run by [`{file}`](../{file}), which `make study FILE={file}` "
-        f"trains. {study.pilot.strip()}\n"
-    )
-    yield f"{len(table.counted.runs)} of {whole.num_runs} runs are finished.\n"
+    finished = f"{len(table.counted.runs)} of {whole.num_runs} runs are finished"
+    yield f"## {study.title}\n"
+    yield f"{finished}, of [`{file}`](../{file}), which `make study FILE={file}` trains.\n"
     yield table.markdown(level=3)
+    yield f"\n{study.about.strip()} Fixed before the first run.\n"
     if study.source:
-        yield f"\nQuoted, not trained here: {study.source.strip()}.\n"
-        yield as_markdown(_quoted(study))
+        yield f"Quoted, not trained here: {study.source.strip()}.\n"
+        yield f"{as_markdown(_quoted(study))}\n"
 
 
 def _quoted(study: Study) -> pd.DataFrame:
