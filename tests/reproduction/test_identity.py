@@ -222,7 +222,7 @@ def test_each_start_of_a_run_is_recorded(here: Path):
     assert [start["git_revision"] for start in starts] == [*revisions]
     assert [start["step"] for start in starts] == [0, 3]
     for start in starts:
-        assert start.keys() == {"step", "git_revision", "versions", "hardware", "threads"}
+        assert start.keys() == {"step", "began", "git_revision", "versions", "hardware", "threads"}
     table = script("runs", "outputs").out
     assert "git 0123456789-dirty, fedcba9876" in table
     assert ", ".join(revisions) in Path("outputs/mine/report.md").read_text()

@@ -81,7 +81,8 @@ def test_every_program_reads_alike(here: Path):
 
 
 def test_a_file_of_a_study_is_read_as_typed(here: Path):
-    study = {"title": "t", "rows": {"no": ["dataset.root=~/pics", "model.weights=a #2"]}}
+    words = ["dataset=image_folder", "dataset.root=~/pics", "model.weights=a #2"]
+    study = {"title": "t", "rows": {"no": words}}
     text = yaml.safe_dump(study).replace("'no'", "no")
     for seeds, status in (("010", 2), ("1_0", 2), ("0x1", 2), ("1:30", 2), ("1", 0)):
         Path("mine.yaml").write_text(f"{text}seeds: {seeds}\n")

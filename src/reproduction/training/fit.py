@@ -331,7 +331,7 @@ def _results(run: Run, state: RunState) -> dict[str, Any]:
         **{f"{name}_last": last[name] for name in run.metrics},
         "steps": trainer.step,
         "images": images,
-        "seconds": round(state.train_seconds + state.eval_seconds, 1),
+        "seconds": round(state.train_seconds + state.eval_seconds, 3),
         "images_per_second": round(images / state.train_seconds, 1),
         "weights_sha256": digest(trainer.evaluated.state_dict()),
         **progress_entries(run, state),
