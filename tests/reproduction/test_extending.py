@@ -159,6 +159,17 @@ def test_an_input_mixing_is_counted_and_stands_alone():
     assert_refused(result, "augmentation.resizemix.source", "and weights [2]")
 
 
+def test_a_setting_of_an_input_mixing_is_called_as_it_is_typed():
+    key = "augmentation.resizemix.options.high"
+    words = ("--config-dir", "mine", SMALL, STEPS, "augmentation=[resizemix]")
+    assert_succeeded(train("-m", words, f"{key}=0.5,0.6"), f"A sweep over `{key}`")
+
+
+@pytest.mark.parametrize("key", ["recipe.loss_options.run", "recipe.metrics.sure"])
+def test_an_option_without_plus_is_told_of_it(key: str):
+    assert_refused(train(SMALL, f"{key}=outputs"), key, "takes a + before it")
+
+
 PLAIN = """
 import torch.nn.functional as F
 
