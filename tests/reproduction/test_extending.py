@@ -159,6 +159,40 @@ def test_an_input_mixing_is_counted_and_stands_alone():
     assert_refused(result, "augmentation.resizemix.source", "and weights [2]")
 
 
+def test_a_setting_of_an_input_mixing_is_called_as_it_is_typed():
+    key = "augmentation.resizemix.options.high"
+    words = ("--config-dir", "mine", SMALL, STEPS, "augmentation=[resizemix]")
+    assert_succeeded(train("-m", words, f"{key}=0.5,0.6"), f"A sweep over `{key}`")
+
+
+WIDE = """
+import resizemix
+
+def mix(**options):
+    of = resizemix.mix(**options)
+
+    def wide(images, classes, rng):
+        mixed, partners, weights = of(images, classes, rng)
+        return mixed.double(), partners, weights.double()
+
+    return wide
+"""
+
+
+def test_a_mixing_may_return_numbers_of_numpys_precision():
+    words = ("--config-dir", "mine", SMALL, STEPS, "augmentation=[resizemix]")
+    assert_succeeded(train(words, "name=mine"))
+    Path("wide.py").write_text(WIDE)
+    assert_succeeded(train(words, "augmentation.resizemix.source=wide:mix", "name=wide"))
+    hashes = {run.summary["weights_sha256"] for run in runs()}
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("key", ["recipe.loss_options.run", "recipe.metrics.sure"])
+def test_an_option_without_plus_is_told_of_it(key: str):
+    assert_refused(train(SMALL, f"{key}=outputs"), key, "takes a + before it")
+
+
 PLAIN = """
 import torch.nn.functional as F
 

@@ -154,7 +154,7 @@ class OwnMixing:
             raise ValueError(f"returns {[list(shape) for shape in found]}, {must}")
         weight = weight.to(images)
         return Mixed(
-            images=mixed,
+            images=mixed.to(images),  # a mask of numpy is float64
             classes=classes,
             partners=classes[partners],
             weight=weight[:, None],

@@ -102,8 +102,13 @@ class Run:
 
 
 def row_settings(config: Config) -> dict[str, Any]:
-    """Returns the settings that the runs of all seeds share, by dotted key, the stack first."""
-    return {STACK_KEY: "+".join(config.augmentation.stack) or "none", **shared_settings(config)}
+    """Returns the settings that the runs of all seeds share, by dotted key, the stack first.
+
+    An input mixing of one's own is called as it is typed: augmentation.NAME.
+    """
+    shared = shared_settings(config)
+    typed = {key.replace("augmentation.own.", "augmentation."): x for key, x in shared.items()}
+    return {STACK_KEY: "+".join(config.augmentation.stack) or "none", **typed}
 
 
 def read_runs(*places: Path) -> list[Run]:
