@@ -58,7 +58,7 @@ may differ for equal weights.
 
 def results_page(results: Path) -> str:
     """Returns docs/results.md: the studies that have run, then those that are registered."""
-    sections = []
+    sections: list[str] = []
     pilots = ["## Pilots\n\nWhat was tried before a study was fixed. These runs were not kept.\n"]
     registered = []
     for path in sorted(results.glob("*.yaml")):
