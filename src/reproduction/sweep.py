@@ -332,27 +332,14 @@ class Checks:
 
     def has_images(self, dataset: Dataset) -> bool:
         """Whether images can be opened; training fails for their lack, or downloads them."""
+        from reproduction.data.sources import check_source, opened  # imports torch
+
         if not self.is_dry:
             return True
-        lack = lack_of(dataset)
-        if lack is not None:
-            self.lacks[lack] = None
-        return lack is None
-
-
-def lack_of(dataset: Dataset) -> str | None:
-    """What this machine lacks of a data set: the folder of its images, or a module."""
-    from reproduction.data.sources import check_source, opened  # imports torch
-
-    try:
-        check_source(dataset)
-        if dataset.root is not None:
-            place = Path(dataset.root, PLACES.get(dataset.source, ""))
-            if not place.exists():
-                return f"dataset.root={dataset.root}: {dataset.name} is not here"
-        opened(dataset)
-    except UserError as error:
-        if isinstance(error.__cause__, ModuleNotFoundError):
-            return str(error)
-        raise
-    return None
+        with self.noting_modules():
+            check_source(dataset)
+            if dataset.root is None or Path(dataset.root, PLACES.get(dataset.source, "")).exists():
+                opened(dataset)
+                return True
+            self.lacks[f"dataset.root={dataset.root}: {dataset.name} is not here"] = None
+        return False
