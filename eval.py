@@ -28,7 +28,7 @@ from typing import Any
 from reproduction.compose import check_asked, compose, expand, readable, text_of, with_words
 from reproduction.config import Config, validated
 from reproduction.errors import UserError, check_name, one_line_errors, say
-from reproduction.files import LONGEST, cut
+from reproduction.files import LONGEST, cut, write_json
 from reproduction.folder import RunFolder
 from reproduction.help import hydra_errors, key_of
 from reproduction.identity import digest, settings_of_evaluation
@@ -193,7 +193,6 @@ def evaluate(config: Config, files: list[Path], own: dict[str, str], result: Pat
     from reproduction.training.predictions import (
         evaluate_checkpoint,
         write_predictions,
-        write_scores,
         write_tables,
     )
 
@@ -213,7 +212,7 @@ def evaluate(config: Config, files: list[Path], own: dict[str, str], result: Pat
         said += " on "
     say(f"{scores['checkpoint']}: {said}{scores['images']} images of {images or scores['dataset']}")
     if images is None:
-        write_scores(result, scores)
+        write_json(result, scores)
         written.append(result)
     if predictions is not None:
         write_predictions(predictions, found.predictions, labelled=images is None)

@@ -31,7 +31,7 @@ from reproduction.errors import (
     one_line_errors,
     say,
 )
-from reproduction.files import write_text
+from reproduction.files import write_json
 from reproduction.folder import hold
 from reproduction.machine import CORES
 from reproduction.sweep import Sweep, run_of
@@ -218,8 +218,8 @@ def in_job(point: Point, cores: int | None, train: Callable[[], OneLineError | N
         try:
             attempt(point, train)
         except OneLineError as error:
-            content = json.dumps((str(error), error.status))
-            write_text(noted(submitit.JobEnvironment().paths), content)
+            paths = submitit.JobEnvironment().paths
+            write_json(noted(paths), (str(error), error.status))
             raise
 
 

@@ -3,7 +3,6 @@
 Letters: n images, c classes, k the most probable classes.
 """
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -54,12 +53,6 @@ def evaluate_checkpoint(
     checkpoint does not fit the model, PlainError if a rank dies or memory runs out.
     """
     return on_ranks(partial(_evaluate, checkpoints=checkpoints, images=images), config)
-
-
-def write_scores(result: Path, scores: dict[str, Any]) -> None:
-    """Writes the scores of held-out images, a JSON file."""
-    result.parent.mkdir(parents=True, exist_ok=True)
-    write_text(result, json.dumps(scores, indent=2) + "\n")
 
 
 def _evaluate(config: Config, checkpoints: list[Path], images: Path | None) -> Evaluated:
