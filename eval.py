@@ -112,8 +112,8 @@ def result_of(place: Path, config: Config, hashed: list[Any]) -> Path:
     tail = ".json"
     if hashed:
         tail = f"-{config.dataset.name}-{digest(hashed)}{tail}"
-    room = LONGEST - len(os.fsencode(tail)) - len("-confusion")  # of a table beside it
-    return place.with_name(cut(place.name, room) + tail)
+    longest = LONGEST - len("-confusion")  # of a table beside it
+    return place.with_name(cut(place.name, longest, tail))
 
 
 def run_folder(path: str) -> RunFolder:

@@ -329,7 +329,7 @@ def default_name(config: Config, words: Sequence[str], label: str) -> str:
                 setting = f"{last_part(key)}={text.replace(',', '+')}"
                 name += "-" + re.sub(r"(?a)[^\w.+=-]+", "", setting)
     tail = f"-s{config.seed}-{name_hash(config)}"
-    return cut(name, LONGEST_NAME - len(tail)) + tail
+    return cut(name, LONGEST_NAME, tail)
 
 
 def line_of_words() -> list[str]:

@@ -60,7 +60,7 @@ def replacing(path: Path) -> Iterator[Path]:
     file do not disturb each other: the last one counts.
     """
     tail = f".{_host()}-{os.getpid()}.tmp"
-    temporary = path.with_name(cut(f".{path.name}", LONGEST - len(tail)) + tail)
+    temporary = path.with_name(cut(f".{path.name}", LONGEST, tail))
     with naming(path):
         try:
             yield temporary
@@ -71,9 +71,10 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def cut(name: str, longest: int) -> str:
-    """Returns as much of a name as fits into so many bytes."""
-    return os.fsencode(name)[:longest].decode(errors="ignore")
+def cut(name: str, longest: int, tail: str = "") -> str:
+    """Returns as much of a name as fits into so many bytes, with its tail."""
+    room = longest - len(os.fsencode(tail))
+    return os.fsencode(name)[:room].decode(errors="ignore") + tail
 
 
 def write_text(path: Path, text: str) -> None:

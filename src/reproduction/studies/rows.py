@@ -332,7 +332,7 @@ def sweep_table(points: Sequence[Point], runs: Sequence[Run]) -> Table:
     seeds = ", ".join(map(str, sorted({point.config.seed for point in points})))
     stem = "-".join(map(last_part, heads)) or "seeds"
     tail = f"-{digest(sorted(run_hash(point.config) for point in points))}"
-    name = cut(stem, LONGEST_NAME - len(tail)) + tail
+    name = cut(stem, LONGEST_NAME, tail)
     about = f"A sweep over {keys}, with {words}; seeds {seeds}."
     return replace(table, name=name, about=[about, *table.about])
 

@@ -319,7 +319,7 @@ class Part:
             path = Path(place).resolve()
             place = str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
         tail = f"-{digest([place, self.row_hashes, self.seeds, self.scale])}"
-        return cut(stem, LONGEST_NAME - len(tail)) + tail
+        return cut(stem, LONGEST_NAME, tail)
 
     @property
     def about(self) -> list[str]:
