@@ -22,8 +22,7 @@ from typing import Any
 
 from pydantic import WithJsonSchema
 
-from reproduction.errors import OneLineError, UserError, first_line, of_system
-from reproduction.files import lack_behind
+from reproduction.errors import OneLineError, UserError, first_line, of_library
 
 PATH = re.compile(r"(?a)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 FORM = "package.module:factory"
@@ -153,8 +152,5 @@ class Door:
         except ModuleNotFoundError as error:
             raise UserError(f"{word}: {error}; {WHERE}") from error
         except Exception as error:  # from any code
-            lack = lack_behind(error)
-            if lack is not None:
-                raise of_system(lack, word) from error
             told = line_of(error) if self.is_own(chosen) else first_line(error)
-            raise UserError(f"{word}: {told}") from error
+            raise of_library(error, word, told) from error

@@ -13,7 +13,7 @@ from typing import Literal, NoReturn, TextIO, TypeVar
 
 from tqdm import tqdm
 
-from reproduction.files import LACKS, LONGEST
+from reproduction.files import LACKS, LONGEST, lack_behind
 from reproduction.machine import is_first_rank
 
 # Signals that end a run: from a terminal, on preemption, or from a launcher.
@@ -87,6 +87,23 @@ def of_system(error: OSError, key: str = "") -> OneLineError:
     if error.errno in LACKS:
         return PlainError(line)
     return UserError(line)
+
+
+def of_library(error: Exception, key: str, reason: str) -> OneLineError:
+    """An error of a library in one line: what the machine lacks, if that is behind it."""
+    lack = lack_behind(error)
+    if lack is not None:
+        return of_system(lack, key)
+    return UserError(f"{key}: {reason}")
+
+
+def told(error: Exception) -> str:
+    """Returns what to say of an error: messages for users as they are, else the first line."""
+    if isinstance(error, OSError):
+        return reason_of(error)
+    if isinstance(error, OneLineError):
+        return str(error)
+    return first_line(error)
 
 
 def check_name(key: str, path: Path) -> None:

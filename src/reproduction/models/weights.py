@@ -19,8 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from reproduction.errors import UserError, first_line, of_system, warn
-from reproduction.files import lack_behind
+from reproduction.errors import UserError, first_line, of_library, warn
 from reproduction.machine import is_first_rank
 from reproduction.models.names import State, convert_names
 
@@ -54,10 +53,7 @@ def read_file(origin: str, path: Path) -> Any:
     try:
         return _content(path)
     except Exception as error:  # torch, safetensors and zipfile raise many types
-        lack = lack_behind(error)
-        if lack is not None:
-            raise of_system(lack, origin) from error
-        raise UserError(f"{origin}: not readable: {_reason(error)}") from error
+        raise of_library(error, origin, f"not readable: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
