@@ -308,7 +308,7 @@ class Checks:
                 check_start(config)
             else:
                 model = without_weights(config.model)
-                try_pass(model, config.augmentation, CLASSES, own_code(config))
+                try_pass(replace(config, model=model), CLASSES)
 
     @contextmanager
     def noting_modules(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ import math
 import platform
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -267,11 +268,9 @@ def _say_difficulty(tau: float, classes: int, smoothing: float) -> None:
 
 def _htm_numbers(trainer: Trainer, htm: HTM) -> dict[str, list[float | str]]:
     """HTM's tau, in nats, and rho at each layer, with numbers for `auto`; infinity as text."""
-    model = without_weights(trainer.config.model)
-    stack = trainer.config.augmentation
+    config = replace(trainer.config, model=without_weights(trainer.config.model))
     with preserved_generators():  # only a pass tells how many tokens enter a layer
-        classes, own = len(trainer.classes), own_code(trainer.config)
-        mixes = try_pass(model, stack, classes, own).output.layers
+        mixes = try_pass(config, len(trainer.classes)).output.layers
     layers = [*zip(htm.by_layer.values(), mixes, strict=True)]
     return {
         "tau": [_finite(settings.tau) for settings, _ in layers],

@@ -19,7 +19,7 @@ from reproduction.data.inputs import Mixed, build_training_inputs
 from reproduction.data.sources import opened
 from reproduction.door import Refused
 from reproduction.errors import PlainError, UserError
-from reproduction.identity import flat, own_code
+from reproduction.identity import flat
 from reproduction.models.build import try_pass
 from reproduction.training.evaluate import build_metrics, gathers
 from reproduction.training.optimizers import build_optimizer
@@ -33,7 +33,7 @@ def check_start(config: Config) -> None:
     data = opened(config.dataset)
     batches = loaders.TrainingBatches(config, len(data.train), rank=0, ranks=config.devices)
     classes = len(data.classes)
-    trial = try_pass(config.model, config.augmentation, classes, own_code(config))
+    trial = try_pass(config, classes)
     if config.augmentation.own or LOSS.is_own(config.recipe.loss):
         try_loss(trial.module, try_inputs(config, classes), config)
     try_metrics(config.recipe, classes)
