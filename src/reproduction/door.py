@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import partial
 from hashlib import sha256
 from importlib import import_module
@@ -22,7 +21,7 @@ from typing import Any
 
 from pydantic import WithJsonSchema
 
-from reproduction.errors import OneLineError, UserError, first_line, of_library
+from reproduction.errors import OneLineError, UserError, first_line, nearest, of_library
 
 PATH = re.compile(r"(?a)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 FORM = "package.module:factory"
@@ -105,8 +104,8 @@ class Door:
         found: Any = module_of(path)
         for name in path.partition(":")[2].split("."):
             if not hasattr(found, name):
-                near = "".join(f", perhaps {x}" for x in get_close_matches(name, dir(found), n=1))
-                raise Refused(f"{getattr(found, '__file__', found)} has no {name}{near}")
+                place = getattr(found, "__file__", found)
+                raise Refused(f"{place} has no {name}{nearest(name, dir(found))}")
             found = getattr(found, name)
         if not callable(found):
             raise Refused("is no function")

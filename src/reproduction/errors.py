@@ -6,8 +6,9 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, NoReturn, TextIO, TypeVar
 
@@ -41,6 +42,14 @@ def reason_of(error: OSError) -> str:
     if error.filename is None or error.strerror is None:
         return error.strerror or str(error)
     return f"{error.filename}: {error.strerror}"
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """Says which of these names may be meant, if one is near."""
+    near = get_close_matches(name, names, n=1)
+    if not near:
+        return ""
+    return f", perhaps {near[0]}"
 
 
 def as_typed(value: object) -> str:
