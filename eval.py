@@ -220,7 +220,8 @@ def evaluate(config: Config, files: list[Path], own: dict[str, str], result: Pat
     if images is None and predictions is not None:
         from reproduction.reporting.drawing import draw_confusion
 
-        written += [write_tables(result, found.predictions), draw_confusion(result)]
+        classes, confusion = write_tables(result, found.predictions)
+        written += [classes, draw_confusion(confusion)]
     say(f"written to {', '.join(map(str, written))}")
 
 
