@@ -129,14 +129,10 @@ class Door:
             raise Refused(f"{text}; its arguments are {taken}") from error
         return call
 
-    def called(self, chosen: str, options: Mapping[str, Any], *given: Any, **named: Any) -> Any:
-        """Returns what the factory makes of the options; Refused for one that it does not take."""
-        return self.prepared(chosen, options, *given, **named)()
-
     def made(self, chosen: str, options: Mapping[str, Any], *given: Any) -> Any:
         """Returns what the factory makes of the options; UserError if it makes nothing."""
         with self.refusing(chosen):
-            return self.called(chosen, options, *given)
+            return self.prepared(chosen, options, *given)()
 
     @contextmanager
     def refusing(self, chosen: str, word: str = "") -> Iterator[None]:

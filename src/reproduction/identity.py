@@ -178,15 +178,17 @@ def name_hash(config: Config) -> str:
     return digest(counted)
 
 
+def chosen_code(config: Config) -> Iterator[tuple[Door, str]]:
+    """Yields each key that chooses a function, as its door, and what it chooses."""
+    for key, chosen in flat(asdict(config)):
+        door = door_of(key)
+        if door is not None:
+            yield door, chosen
+
+
 def own_code(config: Config) -> dict[str, str]:
     """Returns the paths of code from elsewhere that a run names, by their keys."""
-    leaves = flat(asdict(config))
-    found = {}
-    for key, chosen in leaves:
-        door = door_of(key)
-        if door is not None and door.is_own(chosen):
-            found[key] = chosen
-    return found
+    return {door.key: chosen for door, chosen in chosen_code(config) if door.is_own(chosen)}
 
 
 def files_of(code: Mapping[str, str]) -> dict[str, str]:

@@ -27,7 +27,7 @@ def build_optimizer(module: TokenMixup, recipe: Recipe) -> Optimizer:
     chosen = recipe.optimizer
     with OPTIMIZER.refusing(chosen):
         given = {"lr": recipe.lr, "weight_decay": recipe.weight_decay}
-        optimizer = OPTIMIZER.called(chosen, recipe.optimizer_options, groups, **given)
+        optimizer = OPTIMIZER.prepared(chosen, recipe.optimizer_options, groups, **given)()
         if not isinstance(optimizer, Optimizer):
             raise Refused(
                 f"returns {type(optimizer).__name__}, must return a torch.optim.Optimizer"
