@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from hydra.core.utils import JobReturn, JobStatus, env_override
 from hydra.plugins.launcher import Launcher
 
-from reproduction.compose import Point, expand, last_part, planned_point, readable
+from reproduction.compose import Point, expand, planned_point, readable
 from reproduction.config import SOURCES, Config, Dataset, StudyWords, ViT, check_new
 from reproduction.errors import (
     Interrupted,
@@ -32,7 +32,7 @@ from reproduction.folder import find
 from reproduction.help import key_of
 from reproduction.identity import files_of, own_code, row_hash
 from reproduction.machine import is_first_rank
-from reproduction.studies.study import PAPERS, Part, planned
+from reproduction.studies.study import PAPERS, Part, planned, swept_texts
 
 if TYPE_CHECKING:  # imports pandas
     from reproduction.studies.runs import Run
@@ -109,7 +109,12 @@ class Sweep:
         """Lets a launcher train the points, from this number on, and returns their errors."""
         errors = []
         try:
-            for point, error in zip(self.points, self._ends(launcher, first), strict=True):
+            if isinstance(launcher, PointLauncher):
+                ends: Iterable[OneLineError | None] = launcher.train(self.points, first)
+            else:
+                words = [point.words_of_job for point in self.points]
+                ends = map(error_of, launcher.launch(words, first))
+            for point, error in zip(self.points, ends, strict=True):
                 # another process may have held the lock, and finished the run meanwhile
                 is_done = isinstance(error, UserError) and point.folder.is_finished()
                 if error is not None and not is_done:
@@ -117,12 +122,6 @@ class Sweep:
         except KeyboardInterrupt as interrupt:
             errors.append(self.interrupted_by(interrupt))
         return errors
-
-    def _ends(self, launcher: Launcher, first: int) -> Iterable[OneLineError | None]:
-        """Yields the error of each point, None of one without."""
-        if isinstance(launcher, PointLauncher):
-            return launcher.train(self.points, first)
-        return map(error_of, launcher.launch([point.words_of_job for point in self.points], first))
 
     def interrupted_by(self, interrupt: KeyboardInterrupt) -> Interrupted:
         """Returns the error of a sweep that a signal has ended."""
@@ -192,9 +191,10 @@ class Sweep:
         counts = Counter[str]()
         for task, point in enumerate(self.points):
             run = run_of(point)
+            own = [x for x in point.words if x not in shared and key_of(x) != "seed"]
             row = {
                 "task": str(task),
-                "row": point.label or swept_text(point, shared),
+                "row": point.label or ",".join(swept_texts(own)),
                 "seed": str(point.config.seed),
                 "status": run.status_text,
                 "top-1 [%]": formatted(run.numbers.get(ON_TEST.name), ".2f"),
@@ -207,16 +207,6 @@ class Sweep:
         each = ", ".join(f"{count} {status}" for status, count in counts.most_common())
         table = as_markdown(pd.DataFrame(rows))
         return "\n".join([table, "", *folders, "", *lacks, f"{total}: {each}"])
-
-
-def swept_text(point: Point, shared: set[str]) -> str:
-    """Returns what distinguishes a point of a sweep, but for its seed."""
-    texts = []
-    for word in point.words:
-        key, _, value = word.partition("=")
-        if key != "seed" and word not in shared:
-            texts.append(f"{last_part(key)}={value}")
-    return ",".join(texts)
 
 
 def run_of(point: Point) -> "Run":
