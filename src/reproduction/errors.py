@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -50,6 +50,19 @@ def nearest(name: str, names: Sequence[str]) -> str:
     if not near:
         return ""
     return f", perhaps {near[0]}"
+
+
+def few(names: Sequence[str]) -> str:
+    """Returns the first three names, and whether there are more."""
+    shown = [*names[:3]]
+    if len(names) > len(shown):
+        shown.append("...")
+    return ", ".join(shown)
+
+
+def counted(counts: Mapping[str, int]) -> str:
+    """Says how many there are of each."""
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def as_typed(value: object) -> str:

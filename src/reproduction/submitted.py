@@ -28,6 +28,7 @@ from reproduction.errors import (
     PlainError,
     Stopped,
     UserError,
+    counted,
     one_line_errors,
     say,
 )
@@ -132,7 +133,7 @@ class Jobs:
                 counts = Counter(states[job] for job in jobs if job in states)
                 if not counts:
                     return
-                text = ", ".join(f"{count} {state}" for state, count in counts.items())
+                text = counted(counts)
             if text != told:
                 say(f"waiting for jobs: {text}")
             told = text

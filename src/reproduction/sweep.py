@@ -23,6 +23,7 @@ from reproduction.errors import (
     OneLineError,
     PlainError,
     UserError,
+    counted,
     first_line,
     program,
     say,
@@ -149,8 +150,8 @@ class Sweep:
             say(f"\nwritten to {', '.join(map(str, written))}; .csv has the numbers")
         counts = Counter(run.status for run in runs)
         finished = counts.pop("finished", 0)
-        others = [f", {count} {status}" for status, count in counts.items()]
-        say(f"{finished} of {len(runs)} runs are finished{''.join(others)}")
+        parts = [f"{finished} of {len(runs)} runs are finished", counted(counts)]
+        say(", ".join(filter(None, parts)))
         return runs
 
     def _write(self, begun: Sequence["Run"]) -> list[Path]:
@@ -204,7 +205,7 @@ class Sweep:
             counts[run.status] += 1
         lacks = check(self.points, is_dry=True)
         total = "1 run" if len(rows) == 1 else f"{len(rows)} runs"
-        each = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+        each = counted(dict(counts.most_common()))
         table = as_markdown(pd.DataFrame(rows))
         return "\n".join([table, "", *folders, "", *lacks, f"{total}: {each}"])
 
