@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from hydra.core.utils import JobReturn, JobStatus, env_override
 from hydra.plugins.launcher import Launcher
 
-from reproduction.compose import Point, expand, planned_point, readable
+from reproduction.compose import Point, expand, planned_point
 from reproduction.config import SOURCES, Config, Dataset, StudyWords, ViT, check_new
 from reproduction.errors import (
     Interrupted,
@@ -84,7 +84,6 @@ class Sweep:
     @classmethod
     def of_study(cls, own: StudyWords, words: Sequence[str]) -> "Sweep":
         """The runs of a study, with `words` as overrides of all of them."""
-        words = [readable(word) for word in words]
         for word in words:
             if key_of(word) == "seed":
                 raise UserError(f"{word}: must be seeds=N, from the study's first_seed on")

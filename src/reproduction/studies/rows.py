@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from reproduction.compose import Point, last_part, parsed, readable
+from reproduction.compose import Point, last_part, override_of
 from reproduction.config import LONGEST_NAME
 from reproduction.errors import UserError
 from reproduction.files import cut
@@ -267,7 +267,7 @@ class Settings:
         known = self.named(name)
         if len(known) > 1:
             raise UserError(f"against={against}: {name} may be {' or '.join(known)}")
-        text = text_of_value(typed)
+        text = value_text(override_of(f"value={typed}").value())
         having = []
         if known:
             having = [row for row, x in self.values[known[0]].items() if value_text(x) == text]
@@ -299,14 +299,6 @@ class Settings:
             both = (self.values[key][row], self.values[key][other])
             return key.startswith(METHODS) and Missing.DOES_NOT_APPLY in both
         return self.follows(key, name)
-
-
-def text_of_value(typed: str) -> str:
-    """Returns a value that was typed as tables show it."""
-    override = parsed(readable(f"value={typed}"))
-    if override is None:
-        return typed
-    return value_text(override.value())
 
 
 def runs_table(runs: Sequence[Run], against: str | None = None) -> Table:
