@@ -31,7 +31,7 @@ from reproduction.errors import (
 )
 from reproduction.folder import find
 from reproduction.help import key_of
-from reproduction.identity import files_of, own_code, row_hash
+from reproduction.identity import files_of_code, row_hash
 from reproduction.machine import is_first_rank
 from reproduction.studies.study import PAPERS, Part, planned, swept_texts
 
@@ -279,7 +279,7 @@ class Checks:
             folder.check_same("data", record(opened(config.dataset), config.model.weights))
         if folder.read_summary().get("code"):
             with self.noting_modules():
-                folder.check_same("code", files_of(own_code(config)))
+                folder.check_same("code", files_of_code(config))
 
     def check_run(self, config: Config) -> None:
         """Checks the device, the images, the model and code of one's own."""

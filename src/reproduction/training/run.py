@@ -32,7 +32,7 @@ from reproduction.errors import (
     warn,
 )
 from reproduction.folder import RunFolder, hold
-from reproduction.identity import changes, files_of, own_code, run_hash, saved
+from reproduction.identity import changes, files_of_code, run_hash, saved
 from reproduction.machine import git_revision, hardware_name, is_first_rank, local_ranks
 from reproduction.models.build import (
     build_module,
@@ -182,7 +182,7 @@ def _check_same_run(path: Path, content: Mapping[str, Any], config: Config) -> N
     """Raises UserError unless a checkpoint is of this run; the oldest hold no configuration."""
     if "config" not in content:
         return
-    others = ", ".join(changes(config, saved(content["config"])))
+    others = changes(config, saved(content["config"]))
     if others:
         raise UserError(f"checkpoint={path}: is of another run, this one has {others}")
 
@@ -304,7 +304,7 @@ def _facts(trainer: Trainer, data: Data) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "name": config.name,
         "data": record(data, config.model.weights),
-        "code": files_of(own_code(config)),
+        "code": files_of_code(config),
         "classes": len(data.classes),
         "parameters": count_parameters(trainer.module),
         "seed": config.seed,
