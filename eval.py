@@ -28,7 +28,7 @@ from typing import Any
 from reproduction.compose import check_asked, compose, expand, readable, text_of, with_words
 from reproduction.config import Config, validated
 from reproduction.errors import UserError, check_name, one_line_errors, say
-from reproduction.files import LONGEST, cut
+from reproduction.files import LONGEST, cut, write_json
 from reproduction.folder import RunFolder
 from reproduction.help import hydra_errors, key_of
 from reproduction.identity import digest, settings_of_evaluation
@@ -112,8 +112,8 @@ def result_of(place: Path, config: Config, hashed: list[Any]) -> Path:
     tail = ".json"
     if hashed:
         tail = f"-{config.dataset.name}-{digest(hashed)}{tail}"
-    room = LONGEST - len(os.fsencode(tail)) - len("-confusion")  # of a table beside it
-    return place.with_name(cut(place.name, room) + tail)
+    longest = LONGEST - len("-confusion")  # of a table beside it
+    return place.with_name(cut(place.name, longest, tail))
 
 
 def run_folder(path: str) -> RunFolder:
@@ -193,7 +193,6 @@ def evaluate(config: Config, files: list[Path], own: dict[str, str], result: Pat
     from reproduction.training.predictions import (
         evaluate_checkpoint,
         write_predictions,
-        write_scores,
         write_tables,
     )
 
@@ -213,7 +212,7 @@ def evaluate(config: Config, files: list[Path], own: dict[str, str], result: Pat
         said += " on "
     say(f"{scores['checkpoint']}: {said}{scores['images']} images of {images or scores['dataset']}")
     if images is None:
-        write_scores(result, scores)
+        write_json(result, scores)
         written.append(result)
     if predictions is not None:
         write_predictions(predictions, found.predictions, labelled=images is None)
@@ -221,7 +220,8 @@ def evaluate(config: Config, files: list[Path], own: dict[str, str], result: Pat
     if images is None and predictions is not None:
         from reproduction.reporting.drawing import draw_confusion
 
-        written += [write_tables(result, found.predictions), draw_confusion(result)]
+        classes, confusion = write_tables(result, found.predictions)
+        written += [classes, draw_confusion(confusion)]
     say(f"written to {', '.join(map(str, written))}")
 
 

@@ -7,7 +7,6 @@ are taken within each round, so that a machine that slows down does not change t
 runs twice in it: `plain again` shows the noise, and the others are compared with the mean of both.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ import torch
 
 from reproduction.compose import compose
 from reproduction.errors import Parser, UserError, first_line, one_line_errors, say
-from reproduction.files import write_text
+from reproduction.files import write_json
 from reproduction.machine import git_revision, hardware_name
 from reproduction.models.build import build_module, without_weights
 from reproduction.training.ranks import World, resolve_device
@@ -222,8 +221,7 @@ def main() -> None:
         tables[f"{model}, {how}"] = measure(model, how, device, args.rounds)
     for title, rows in tables.items():
         say(f"\n**{title}**\n\n{table(rows)}")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(args.out, json.dumps({**report, "tables": tables}, indent=2) + "\n")
+    write_json(args.out, {**report, "tables": tables})
     say(f"\nload average {os.getloadavg()[0]:.1f} at the end; written to {args.out}")
 
 

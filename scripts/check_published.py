@@ -12,7 +12,8 @@ import torch
 
 from reproduction.compose import compose
 from reproduction.errors import PlainError, UserError, one_line_errors, say
-from reproduction.training.predictions import evaluate_checkpoint, write_scores
+from reproduction.files import write_json
+from reproduction.training.predictions import evaluate_checkpoint
 
 PRINTED = {  # name of the file, without its suffix -> experiment, printed top-1
     "cct_cifar10_HTM": ("table1/cifar10_htm", 97.57),
@@ -59,7 +60,7 @@ def accuracy_of(file: Path, words: Sequence[str]) -> float:
     config = compose([f"recipe.precision={precision}", *words])
     result = Path(config.output_root, "evaluations", f"{file.name.partition('.')[0]}.json")
     scores = evaluate_checkpoint(config, [file]).scores
-    write_scores(result, scores)
+    write_json(result, scores)
     return scores["top1"]
 
 

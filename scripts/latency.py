@@ -7,13 +7,12 @@ model; random tokens are paired by attention. The paper measured on an RTX A6000
 ratios compare. The report of Table 3 shows what is written.
 """
 
-import json
 from pathlib import Path
 
 import torch
 
 from reproduction.errors import Parser, one_line_errors, say
-from reproduction.files import write_text
+from reproduction.files import write_json
 from reproduction.studies.rows import LATENCY, latencies
 from reproduction.studies.study import PAPER_FOLDER, read
 from reproduction.studies.table import REPORT, as_markdown
@@ -52,8 +51,7 @@ def main() -> None:
     )
     ms = {name: added[name].quantile([0.25, 0.5, 0.75]).tolist() for name in study.latencies}
     path = args.outputs / REPORT / LATENCY
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps({"about": about, "ms": ms}, indent=2) + "\n")
+    write_json(path, {"about": about, "ms": ms})
     for title, texts in latencies(study, args.outputs).items():
         say(f"{title}\n\n{as_markdown(texts)}\n\nwritten to {path}")
 

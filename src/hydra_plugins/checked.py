@@ -52,7 +52,7 @@ class CheckedLauncher(PointLauncher):
             end.return_value = objective(planned, command.objective)
             if error is not None:
                 notes.add_error(initial_job_idx + len(ends), error)
-                end = JobReturn(planned.words, status=JobStatus.FAILED)
+                end.status = JobStatus.FAILED
                 end.return_value = error
             ends.append(end)
         return ends
@@ -68,17 +68,12 @@ class CheckedLauncher(PointLauncher):
 
     def job(self, number: int, planned: Point) -> OneLineError | None:
         """Trains a point in this process, as Hydra's own launcher runs a job."""
-
-        def train(tree: DictConfig) -> float | None:
-            train_here(planned)
-            return objective(planned, self.config.objective)
-
         own = self.config.hydra
         configure_log(own.hydra_logging, own.verbose)
         assert own.sweep.dir  # which has the time: its first reader decides it for all jobs
         end = run_job(
             hydra_context=self.hydra_context,
-            task_function=train,
+            task_function=lambda tree: train_here(planned),
             config=planned.job(self.config, number),
             job_dir_key="hydra.sweep.dir",
             job_subdir_key="hydra.sweep.subdir",

@@ -26,7 +26,7 @@ from reproduction.errors import (
     one_line_errors,
     say,
 )
-from reproduction.files import write_text
+from reproduction.files import write_json
 from reproduction.help import help_text, hydra_errors, key_of
 from reproduction.identity import run_hash
 from reproduction.jobs import objective, train_here
@@ -159,16 +159,12 @@ class Notes:
     path: Path
 
     def add(self, number: int, point: Point) -> None:
-        self._write(f"point-{number:06}", asdict(point))
+        write_json(self.path / f"point-{number:06}.json", asdict(point))
 
     def add_error(self, number: int, error: OneLineError) -> None:
         """Notes the error of a point that was added."""
         if (self.path / f"point-{number:06}.json").exists():
-            self._write(f"error-{number:06}", (str(error), error.status))
-
-    def _write(self, name: str, content: Any) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_text(self.path / f"{name}.json", json.dumps(content))
+            write_json(self.path / f"error-{number:06}.json", (str(error), error.status))
 
     def take(self) -> tuple[list[Point], list[OneLineError]]:
         """Returns the points and the errors, and removes the notes."""

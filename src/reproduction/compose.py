@@ -97,14 +97,20 @@ def parsed(word: str) -> Override | None:
     return override if override.key_or_group else None
 
 
+def override_of(word: str) -> Override:
+    """Returns what Hydra reads in a word; UserError if it cannot read it."""
+    override = parsed(readable(word))
+    assert override is not None, word
+    return override
+
+
 def in_quotes(text: str) -> str:
     return QuotedString(text, Quote.single).with_quotes()
 
 
 def text_of(word: str) -> str:
     """Returns the value of a word as a text: without quotes, but a number as it was typed."""
-    override = parsed(readable(word))
-    value = None if override is None else override.value()
+    value = override_of(word).value()
     return value if isinstance(value, str) else word.partition("=")[2].strip()
 
 
@@ -112,8 +118,8 @@ def with_words(tree: Any, words: Sequence[str]) -> Any:
     """Returns plain nested values with those of words in their place; UserError for a sweep."""
     result = OmegaConf.create(tree)
     for word in words:
-        override = parsed(readable(word))
-        if override is None or override.is_sweep_override() or override.is_delete():
+        override = override_of(word)
+        if override.is_sweep_override() or override.is_delete():
             raise UserError(f"{word}: must be key=value, with a single value")
         OmegaConf.update(result, override.key_or_group, override.value(), force_add=True)
     return OmegaConf.to_container(result, resolve=True, throw_on_missing=True)
@@ -329,7 +335,7 @@ def default_name(config: Config, words: Sequence[str], label: str) -> str:
                 setting = f"{last_part(key)}={text.replace(',', '+')}"
                 name += "-" + re.sub(r"(?a)[^\w.+=-]+", "", setting)
     tail = f"-s{config.seed}-{name_hash(config)}"
-    return cut(name, LONGEST_NAME - len(tail)) + tail
+    return cut(name, LONGEST_NAME, tail)
 
 
 def line_of_words() -> list[str]:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import partial
 from hashlib import sha256
 from importlib import import_module
@@ -22,8 +21,7 @@ from typing import Any
 
 from pydantic import WithJsonSchema
 
-from reproduction.errors import OneLineError, UserError, first_line, of_system
-from reproduction.files import lack_behind
+from reproduction.errors import OneLineError, UserError, first_line, nearest, of_library
 
 PATH = re.compile(r"(?a)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 FORM = "package.module:factory"
@@ -106,8 +104,8 @@ class Door:
         found: Any = module_of(path)
         for name in path.partition(":")[2].split("."):
             if not hasattr(found, name):
-                near = "".join(f", perhaps {x}" for x in get_close_matches(name, dir(found), n=1))
-                raise Refused(f"{getattr(found, '__file__', found)} has no {name}{near}")
+                place = getattr(found, "__file__", found)
+                raise Refused(f"{place} has no {name}{nearest(name, dir(found))}")
             found = getattr(found, name)
         if not callable(found):
             raise Refused("is no function")
@@ -131,14 +129,10 @@ class Door:
             raise Refused(f"{text}; its arguments are {taken}") from error
         return call
 
-    def called(self, chosen: str, options: Mapping[str, Any], *given: Any, **named: Any) -> Any:
-        """Returns what the factory makes of the options; Refused for one that it does not take."""
-        return self.prepared(chosen, options, *given, **named)()
-
     def made(self, chosen: str, options: Mapping[str, Any], *given: Any) -> Any:
         """Returns what the factory makes of the options; UserError if it makes nothing."""
         with self.refusing(chosen):
-            return self.called(chosen, options, *given)
+            return self.prepared(chosen, options, *given)()
 
     @contextmanager
     def refusing(self, chosen: str, word: str = "") -> Iterator[None]:
@@ -153,8 +147,5 @@ class Door:
         except ModuleNotFoundError as error:
             raise UserError(f"{word}: {error}; {WHERE}") from error
         except Exception as error:  # from any code
-            lack = lack_behind(error)
-            if lack is not None:
-                raise of_system(lack, word) from error
             told = line_of(error) if self.is_own(chosen) else first_line(error)
-            raise UserError(f"{word}: {told}") from error
+            raise of_library(error, word, told) from error

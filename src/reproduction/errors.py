@@ -6,14 +6,15 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, NoReturn, TextIO, TypeVar
 
 from tqdm import tqdm
 
-from reproduction.files import LACKS, LONGEST
+from reproduction.files import LACKS, LONGEST, lack_behind
 from reproduction.machine import is_first_rank
 
 # Signals that end a run: from a terminal, on preemption, or from a launcher.
@@ -41,6 +42,27 @@ def reason_of(error: OSError) -> str:
     if error.filename is None or error.strerror is None:
         return error.strerror or str(error)
     return f"{error.filename}: {error.strerror}"
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """Says which of these names may be meant, if one is near."""
+    near = get_close_matches(name, names, n=1)
+    if not near:
+        return ""
+    return f", perhaps {near[0]}"
+
+
+def few(names: Sequence[str]) -> str:
+    """Returns the first three names, and whether there are more."""
+    shown = [*names[:3]]
+    if len(names) > len(shown):
+        shown.append("...")
+    return ", ".join(shown)
+
+
+def counted(counts: Mapping[str, int]) -> str:
+    """Says how many there are of each."""
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def as_typed(value: object) -> str:
@@ -87,6 +109,23 @@ def of_system(error: OSError, key: str = "") -> OneLineError:
     if error.errno in LACKS:
         return PlainError(line)
     return UserError(line)
+
+
+def of_library(error: Exception, key: str, reason: str) -> OneLineError:
+    """An error of a library in one line: what the machine lacks, if that is behind it."""
+    lack = lack_behind(error)
+    if lack is not None:
+        return of_system(lack, key)
+    return UserError(f"{key}: {reason}")
+
+
+def told(error: Exception) -> str:
+    """Returns what to say of an error: messages for users as they are, else the first line."""
+    if isinstance(error, OSError):
+        return reason_of(error)
+    if isinstance(error, OneLineError):
+        return str(error)
+    return first_line(error)
 
 
 def check_name(key: str, path: Path) -> None:

@@ -1,6 +1,7 @@
 """Files that are the old one or the new one, whatever happens; and errors that name theirs."""
 
 import errno
+import json
 import os
 import re
 import socket
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 # What a machine may lack or lose, and no word or file of a user is to blame for.
 LACKS = {
@@ -58,7 +60,7 @@ def replacing(path: Path) -> Iterator[Path]:
     file do not disturb each other: the last one counts.
     """
     tail = f".{_host()}-{os.getpid()}.tmp"
-    temporary = path.with_name(cut(f".{path.name}", LONGEST - len(tail)) + tail)
+    temporary = path.with_name(cut(f".{path.name}", LONGEST, tail))
     with naming(path):
         try:
             yield temporary
@@ -69,15 +71,22 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def cut(name: str, longest: int) -> str:
-    """Returns as much of a name as fits into so many bytes."""
-    return os.fsencode(name)[:longest].decode(errors="ignore")
+def cut(name: str, longest: int, tail: str = "") -> str:
+    """Returns as much of a name as fits into so many bytes, with its tail."""
+    room = longest - len(os.fsencode(tail))
+    return os.fsencode(name)[:room].decode(errors="ignore") + tail
 
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file atomically."""
     with replacing(path) as temporary:
         temporary.write_text(text)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes plain values atomically, in a folder that is made if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def flush(path: Path) -> None:

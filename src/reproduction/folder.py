@@ -80,7 +80,7 @@ class RunFolder:
         if config.resume != "auto":
             advice = "resume it with resume=auto or choose another name"
             raise UserError(f"name={config.name}: {self.path} exists; {advice}")
-        others = ", ".join(changes(config, self.read_config()))
+        others = changes(config, self.read_config())
         if others:
             reason = f"{self.path} holds another run, this one has {others}"
             raise UserError(f"name={config.name}: {reason}")
@@ -211,7 +211,7 @@ class RunFolder:
         held = _in_checkpoint(tuple(paths), paths[0].stat().st_mtime_ns)
         if "config" not in held:
             return ""
-        return f"; it has {', '.join(changes(config, saved(held['config'])))}"
+        return f"; it has {changes(config, saved(held['config']))}"
 
     def read_summary(self) -> dict[str, Any]:
         """Returns the summary, of a checkpoint if the file is damaged; empty if there is none."""

@@ -4,11 +4,9 @@ import re
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
-import yaml
 from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -19,7 +17,7 @@ from omegaconf.errors import (
 from pydantic import TypeAdapter
 
 from reproduction.config import CONF_DIR, Command, Config, HTMByName
-from reproduction.errors import OneLineError, UserError, as_typed
+from reproduction.errors import OneLineError, UserError, as_typed, nearest
 from reproduction.identity import flat
 from tokenmixup import VTM, ManifoldMixup
 from tokenmixup.settings import allowed_of
@@ -123,7 +121,7 @@ def hydra_errors(*words: str) -> Iterator[None]:
 
 def _is_hydras(error: Exception) -> bool:
     """Whether an error is about the configuration: of its libraries' types, or of their code."""
-    if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
+    if isinstance(error, HydraException | OmegaConfBaseException):
         return True
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_globals.get("__name__", "").partition(".")[0] in ("hydra", "omegaconf")
@@ -132,8 +130,6 @@ def _is_hydras(error: Exception) -> bool:
 def _told(error: Exception, words: Sequence[str]) -> str:
     """Says what was typed wrong, by Hydra's or OmegaConf's message and the key that it names."""
     cause = error.__cause__ or error
-    if isinstance(cause, yaml.YAMLError):
-        return str(cause)  # has the file and the line
     message = re.split(r"\n(?=\s|See )", str(cause))[0]  # without advice that is not for us
     plugin = re.search(r"'(hydra/(?:launcher|sweeper))/(\w+)'", message)
     if plugin is not None:
@@ -141,7 +137,7 @@ def _told(error: Exception, words: Sequence[str]) -> str:
     option = re.search(r"'(\w+)/([^']*)'", message)  # 'GROUP/OPTION'
     if option is not None:
         options = options_of(option[1])
-        near = _nearest(option[2], options)
+        near = nearest(option[2], options)
         message = f"{message.rstrip('.')}{near}; allowed: {', '.join(options)}"
     typed = {key_of(word): word for word in words}
     named = getattr(cause, "full_key", None)
@@ -172,11 +168,4 @@ def _no_such(key: str) -> str:
         return f"{line}, perhaps {without_group[0]}"
     if any(f"{name}.".startswith(f"{key}.") for name in known):
         return f"{line}, which another option of {key.partition('.')[0]} has"
-    return f"{line}{_nearest(key, [*known, *GROUPS])}; --help lists them all"
-
-
-def _nearest(name: str, names: Sequence[str]) -> str:
-    near = get_close_matches(name, names, n=1)
-    if not near:
-        return ""
-    return f", perhaps {near[0]}"
+    return f"{line}{nearest(key, [*known, *GROUPS])}; --help lists them all"

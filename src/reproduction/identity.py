@@ -178,32 +178,34 @@ def name_hash(config: Config) -> str:
     return digest(counted)
 
 
+def chosen_code(config: Config) -> Iterator[tuple[Door, str]]:
+    """Yields each key that chooses a function, as its door, and what it chooses."""
+    for key, chosen in flat(asdict(config)):
+        door = door_of(key)
+        if door is not None:
+            yield door, chosen
+
+
 def own_code(config: Config) -> dict[str, str]:
     """Returns the paths of code from elsewhere that a run names, by their keys."""
-    leaves = flat(asdict(config))
-    found = {}
-    for key, chosen in leaves:
-        door = door_of(key)
-        if door is not None and door.is_own(chosen):
-            found[key] = chosen
-    return found
+    return {door.key: chosen for door, chosen in chosen_code(config) if door.is_own(chosen)}
 
 
-def files_of(code: Mapping[str, str]) -> dict[str, str]:
-    """Returns the file of each path and its sha256, by key: what a run must have to be resumed."""
+def files_of_code(config: Config) -> dict[str, str]:
+    """Returns the file of each path of `own_code`: what a run must have to be resumed."""
     found = {}
-    for key, path in code.items():
+    for key, path in own_code(config).items():
         with Door(key).refusing(path):
             found[key] = file_of(path)
     return found
 
 
-def changes(ours: Config, theirs: Config) -> list[str]:
+def changes(ours: Config, theirs: Config) -> str:
     """Returns `key=ours instead of theirs` for each setting that distinguishes two runs."""
     one = settings(ours)
     other = settings(theirs)
-    return [
+    return ", ".join(
         f"{key}={as_typed(one.get(key))} instead of {as_typed(other.get(key))}"
         for key in sorted(one | other)
         if one.get(key) != other.get(key)
-    ]
+    )

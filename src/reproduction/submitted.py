@@ -28,10 +28,11 @@ from reproduction.errors import (
     PlainError,
     Stopped,
     UserError,
+    counted,
     one_line_errors,
     say,
 )
-from reproduction.files import write_text
+from reproduction.files import write_json
 from reproduction.folder import hold
 from reproduction.machine import CORES
 from reproduction.sweep import Sweep, run_of
@@ -132,7 +133,7 @@ class Jobs:
                 counts = Counter(states[job] for job in jobs if job in states)
                 if not counts:
                     return
-                text = ", ".join(f"{count} {state}" for state, count in counts.items())
+                text = counted(counts)
             if text != told:
                 say(f"waiting for jobs: {text}")
             told = text
@@ -218,8 +219,8 @@ def in_job(point: Point, cores: int | None, train: Callable[[], OneLineError | N
         try:
             attempt(point, train)
         except OneLineError as error:
-            content = json.dumps((str(error), error.status))
-            write_text(noted(submitit.JobEnvironment().paths), content)
+            paths = submitit.JobEnvironment().paths
+            write_json(noted(paths), (str(error), error.status))
             raise
 
 

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 from hydra.core.utils import JobReturn, JobStatus, env_override
 from hydra.plugins.launcher import Launcher
 
-from reproduction.compose import Point, expand, last_part, planned_point, readable
+from reproduction.compose import Point, expand, planned_point
 from reproduction.config import SOURCES, Config, Dataset, StudyWords, ViT, check_new
 from reproduction.errors import (
     Interrupted,
     OneLineError,
     PlainError,
     UserError,
+    counted,
     first_line,
     program,
     say,
@@ -30,9 +31,9 @@ from reproduction.errors import (
 )
 from reproduction.folder import find
 from reproduction.help import key_of
-from reproduction.identity import files_of, own_code, row_hash
+from reproduction.identity import files_of_code, row_hash
 from reproduction.machine import is_first_rank
-from reproduction.studies.study import PAPERS, Part, planned
+from reproduction.studies.study import PAPERS, Part, planned, swept_texts
 
 if TYPE_CHECKING:  # imports pandas
     from reproduction.studies.runs import Run
@@ -83,7 +84,6 @@ class Sweep:
     @classmethod
     def of_study(cls, own: StudyWords, words: Sequence[str]) -> "Sweep":
         """The runs of a study, with `words` as overrides of all of them."""
-        words = [readable(word) for word in words]
         for word in words:
             if key_of(word) == "seed":
                 raise UserError(f"{word}: must be seeds=N, from the study's first_seed on")
@@ -109,7 +109,12 @@ class Sweep:
         """Lets a launcher train the points, from this number on, and returns their errors."""
         errors = []
         try:
-            for point, error in zip(self.points, self._ends(launcher, first), strict=True):
+            if isinstance(launcher, PointLauncher):
+                ends: Iterable[OneLineError | None] = launcher.train(self.points, first)
+            else:
+                words = [point.words_of_job for point in self.points]
+                ends = map(error_of, launcher.launch(words, first))
+            for point, error in zip(self.points, ends, strict=True):
                 # another process may have held the lock, and finished the run meanwhile
                 is_done = isinstance(error, UserError) and point.folder.is_finished()
                 if error is not None and not is_done:
@@ -117,12 +122,6 @@ class Sweep:
         except KeyboardInterrupt as interrupt:
             errors.append(self.interrupted_by(interrupt))
         return errors
-
-    def _ends(self, launcher: Launcher, first: int) -> Iterable[OneLineError | None]:
-        """Yields the error of each point, None of one without."""
-        if isinstance(launcher, PointLauncher):
-            return launcher.train(self.points, first)
-        return map(error_of, launcher.launch([point.words_of_job for point in self.points], first))
 
     def interrupted_by(self, interrupt: KeyboardInterrupt) -> Interrupted:
         """Returns the error of a sweep that a signal has ended."""
@@ -150,8 +149,8 @@ class Sweep:
             say(f"\nwritten to {', '.join(map(str, written))}; .csv has the numbers")
         counts = Counter(run.status for run in runs)
         finished = counts.pop("finished", 0)
-        others = [f", {count} {status}" for status, count in counts.items()]
-        say(f"{finished} of {len(runs)} runs are finished{''.join(others)}")
+        parts = [f"{finished} of {len(runs)} runs are finished", counted(counts)]
+        say(", ".join(filter(None, parts)))
         return runs
 
     def _write(self, begun: Sequence["Run"]) -> list[Path]:
@@ -192,9 +191,10 @@ class Sweep:
         counts = Counter[str]()
         for task, point in enumerate(self.points):
             run = run_of(point)
+            own = [x for x in point.words if x not in shared and key_of(x) != "seed"]
             row = {
                 "task": str(task),
-                "row": point.label or swept_text(point, shared),
+                "row": point.label or ",".join(swept_texts(own)),
                 "seed": str(point.config.seed),
                 "status": run.status_text,
                 "top-1 [%]": formatted(run.numbers.get(ON_TEST.name), ".2f"),
@@ -204,19 +204,9 @@ class Sweep:
             counts[run.status] += 1
         lacks = check(self.points, is_dry=True)
         total = "1 run" if len(rows) == 1 else f"{len(rows)} runs"
-        each = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+        each = counted(dict(counts.most_common()))
         table = as_markdown(pd.DataFrame(rows))
         return "\n".join([table, "", *folders, "", *lacks, f"{total}: {each}"])
-
-
-def swept_text(point: Point, shared: set[str]) -> str:
-    """Returns what distinguishes a point of a sweep, but for its seed."""
-    texts = []
-    for word in point.words:
-        key, _, value = word.partition("=")
-        if key != "seed" and word not in shared:
-            texts.append(f"{last_part(key)}={value}")
-    return ",".join(texts)
 
 
 def run_of(point: Point) -> "Run":
@@ -289,7 +279,7 @@ class Checks:
             folder.check_same("data", record(opened(config.dataset), config.model.weights))
         if folder.read_summary().get("code"):
             with self.noting_modules():
-                folder.check_same("code", files_of(own_code(config)))
+                folder.check_same("code", files_of_code(config))
 
     def check_run(self, config: Config) -> None:
         """Checks the device, the images, the model and code of one's own."""
@@ -308,7 +298,7 @@ class Checks:
                 check_start(config)
             else:
                 model = without_weights(config.model)
-                try_pass(model, config.augmentation, CLASSES, own_code(config))
+                try_pass(replace(config, model=model), CLASSES)
 
     @contextmanager
     def noting_modules(self) -> Iterator[None]:
@@ -332,27 +322,14 @@ class Checks:
 
     def has_images(self, dataset: Dataset) -> bool:
         """Whether images can be opened; training fails for their lack, or downloads them."""
+        from reproduction.data.sources import check_source, opened  # imports torch
+
         if not self.is_dry:
             return True
-        lack = lack_of(dataset)
-        if lack is not None:
-            self.lacks[lack] = None
-        return lack is None
-
-
-def lack_of(dataset: Dataset) -> str | None:
-    """What this machine lacks of a data set: the folder of its images, or a module."""
-    from reproduction.data.sources import check_source, opened  # imports torch
-
-    try:
-        check_source(dataset)
-        if dataset.root is not None:
-            place = Path(dataset.root, PLACES.get(dataset.source, ""))
-            if not place.exists():
-                return f"dataset.root={dataset.root}: {dataset.name} is not here"
-        opened(dataset)
-    except UserError as error:
-        if isinstance(error.__cause__, ModuleNotFoundError):
-            return str(error)
-        raise
-    return None
+        with self.noting_modules():
+            check_source(dataset)
+            if dataset.root is None or Path(dataset.root, PLACES.get(dataset.source, "")).exists():
+                opened(dataset)
+                return True
+            self.lacks[f"dataset.root={dataset.root}: {dataset.name} is not here"] = None
+        return False

@@ -136,8 +136,8 @@ class OwnMixing:
     """An input mixing of one's own."""
 
     def __init__(self, name: str, settings: OwnMix):
-        self.door = replace(MIXING, key=f"augmentation.{name}.source")
-        self.mix_images: Mix = self.door.made(settings.source, settings.options)
+        door = replace(MIXING, key=f"augmentation.{name}.source")
+        self.mix_images: Mix = door.made(settings.source, settings.options)
 
     def draw(self, shape: torch.Size) -> Draws:
         """Returns a generator, seeded from numpy's global one."""

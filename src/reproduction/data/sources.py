@@ -28,7 +28,7 @@ from reproduction.config import DATA, Dataset
 from reproduction.data.halves import Data, Half, Items, read_all
 from reproduction.data.images import ENDINGS, is_hidden, read
 from reproduction.door import Refused
-from reproduction.errors import UserError, first_line, hide_warnings
+from reproduction.errors import UserError, few, first_line, hide_warnings
 from reproduction.files import lack_behind
 
 HELD_OUT_DIGITS = 360  # of 1,797, stratified
@@ -166,11 +166,9 @@ def _not_evaluated(data: Data) -> Iterator[str]:
             continue
         missing = sorted({*data.train.targets} - {*half.targets})
         if missing:
-            names = [data.classes[i] for i in missing[:3]]
-            if len(missing) > 3:
-                names.append("...")
+            names = [data.classes[i] for i in missing]
             count = f"{len(missing)} of {len(data.classes)} classes"
-            yield f"{count} have no {kind} image: {', '.join(names)}"
+            yield f"{count} have no {kind} image: {few(names)}"
 
 
 def _limited(key: str, half: Half, limit: int | None) -> Half:

@@ -161,11 +161,7 @@ def _begin_worker(worker: int) -> None:
     """
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
-    sys.excepthook = _say_nothing
-
-
-def _say_nothing(*error: Any) -> None:
-    """As an excepthook: hides errors that end no process."""
+    sys.excepthook = lambda *error: None  # which ends no process
 
 
 @cache

@@ -1,7 +1,7 @@
 """Builds models from their configuration, reads their first weights, places and compiles them."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -9,9 +9,20 @@ import torch
 from timm.layers import Attention
 from torch import nn
 
-from reproduction.config import DATA, HTM_RULES, MODEL, AnyModel, Augmentation, HTMByName, Own, ViT
+from reproduction.config import (
+    DATA,
+    HTM_RULES,
+    MODEL,
+    AnyModel,
+    Augmentation,
+    Config,
+    HTMByName,
+    Own,
+    ViT,
+)
 from reproduction.door import Refused, line_of
 from reproduction.errors import UserError, first_line
+from reproduction.identity import own_code
 from reproduction.machine import keep_freed_memory
 from reproduction.models.cct import CCT
 from reproduction.models.library import build_library_model, build_vit
@@ -57,7 +68,7 @@ def build_with_adapter(config: AnyModel, num_classes: int) -> tuple[nn.Module, A
     """Builds the plain model; one of one's own may come with its adapter."""
     if isinstance(config, Own):
         with MODEL.refusing(config.source):
-            made = MODEL.called(config.source, config.options, num_classes=num_classes)
+            made = MODEL.prepared(config.source, config.options, num_classes=num_classes)()
             model, adapter = made if isinstance(made, tuple) else (made, None)
             if not isinstance(model, nn.Module):
                 raise Refused(f"returns {type(model).__name__}, must return a torch.nn.Module")
@@ -157,29 +168,27 @@ class Trial(NamedTuple):
     output: Output
 
 
-def try_pass(
-    config: AnyModel, stack: Augmentation, num_classes: int, own: Mapping[str, str]
-) -> Trial:
+def try_pass(config: Config, num_classes: int) -> Trial:
     """Builds the model and runs a training pass, both on the meta device, which takes no memory.
 
-    With code of one's own, whose paths are `own` by their keys, it is the CPU, as that code may
-    read what it gets. Raises UserError for a model that cannot be built, initial weights that do
-    not fit it, for what only a pass refuses, such as `vtm.kappa` above the number of tokens, and
-    for any error with that code.
+    With code of one's own it is the CPU, as that code may read what it gets. Raises UserError for a
+    model that cannot be built, initial weights that do not fit it, for what only a pass refuses,
+    such as `vtm.kappa` above the number of tokens, and for any error with that code.
     """
-    words = [f"{key}={path}" for key, path in own.items() if key != DATA.key]
+    model = config.model
+    words = [f"{key}={path}" for key, path in own_code(config).items() if key != DATA.key]
     with torch.device("cpu" if words else "meta"):
-        module = build_module(config, stack, num_classes)
-        images = torch.randn(2, 3, config.image_size, config.image_size)
+        module = build_module(model, config.augmentation, num_classes)
+        images = torch.randn(2, 3, model.image_size, model.image_size)
         try:
             output = module(images, torch.full((2, num_classes), 1 / num_classes))
         except Exception as error:
             if not words and not isinstance(error, ValueError | RuntimeError):
                 raise  # else of the settings, or of shapes
             told = line_of(error) if words else str(error)
-            named = " ".join([f"model={config.name}", *words])
+            named = " ".join([f"model={model.name}", *words])
             raise UserError(f"{named}: {told}") from error
-    load_initial_weights(config, module.model)
+    load_initial_weights(model, module.model)
     return Trial(module, output)
 
 

@@ -19,8 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from reproduction.errors import UserError, first_line, of_system, warn
-from reproduction.files import lack_behind
+from reproduction.errors import UserError, few, first_line, of_library, warn
 from reproduction.machine import is_first_rank
 from reproduction.models.names import State, convert_names
 
@@ -54,10 +53,7 @@ def read_file(origin: str, path: Path) -> Any:
     try:
         return _content(path)
     except Exception as error:  # torch, safetensors and zipfile raise many types
-        lack = lack_behind(error)
-        if lack is not None:
-            raise of_system(lack, origin) from error
-        raise UserError(f"{origin}: not readable: {_reason(error)}") from error
+        raise of_library(error, origin, f"not readable: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -145,7 +141,7 @@ def _state_dict(content: Any) -> State:
             break
     odd = [str(name) for name, value in state.items() if not isinstance(value, Tensor)]
     if odd:
-        raise ValueError(f"these are no parameters: {_few(odd)}")
+        raise ValueError(f"these are no parameters: {len(odd)} ({few(odd)})")
     return dict(state)
 
 
@@ -168,7 +164,7 @@ def matching_state(weights: Weights, model: nn.Module, head: Sequence[str] = ())
             if name in state and _shape(state[name]) != _shape(value)
         ],
     }
-    texts = [f"{problem}: {_few(names)}" for problem, names in problems.items() if names]
+    texts = [f"{problem}: {len(x)} ({few(x)})" for problem, x in problems.items() if x]
     if texts:
         raise UserError(f"{weights.origin}: does not fit the model, {', '.join(texts)}")
     return state
@@ -188,14 +184,6 @@ def _has_head(state: State, expected: State, head: Sequence[str]) -> bool:
 def module_state(origin: str, content: dict[str, Any], module: nn.Module) -> State:
     """Returns the state of all of `module` from the content of a training checkpoint."""
     return matching_state(Weights(origin, content["module"]), module)
-
-
-def _few(names: list[str]) -> str:
-    """Returns the number of names and the first three."""
-    shown = names[:3]
-    if len(names) > len(shown):
-        shown.append("...")
-    return f"{len(names)} ({', '.join(shown)})"
 
 
 def _shape(value: Tensor) -> str:

@@ -43,9 +43,7 @@ MIXED_SAMPLES = (
 
 
 @contextmanager
-def figure(
-    path: Path, *grid: int, figsize: tuple[float, float] | None = None, **settings: Any
-) -> Iterator[Any]:
+def figure(path: Path, *grid: int, figsize: tuple[float, float], **settings: Any) -> Iterator[Any]:
     """Yields axes, and saves them as .png and as .pdf beside it, reproducible byte for byte."""
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize, layout="constrained")  # by pyplot it would need a backend
@@ -124,9 +122,8 @@ def _scatter_with_mean(
     axes.plot(x, mean, color=color, label=label)
 
 
-def draw_confusion(result: Path) -> Path:
-    """Draws `<result>-confusion.csv` as a .png, which it returns, and a .pdf beside it."""
-    table = result.with_name(f"{result.stem}-confusion.csv")
+def draw_confusion(table: Path) -> Path:
+    """Draws a confusion matrix, a .csv, as a .png, which it returns, and a .pdf beside it."""
     confusion = pd.read_csv(table, index_col=0)
     classes = [in_one_line(name, LONGEST_CLASS) for name in confusion.columns]
     counts = confusion.to_numpy()

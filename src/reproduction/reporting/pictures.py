@@ -3,6 +3,8 @@
 Letters: b batch, c classes, t spatial tokens, g tokens along a side, h w image.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -130,13 +132,10 @@ def draw_memory(path: Path, trained: TrainedRun, sample: Sample) -> str:
     model = module.model.eval()
     prefix = adapter_of(model).num_prefix_tokens
     choose = INDICES[vtm.class_token_offset]
-    size = (1.65 * (1 + len(sources)) + 0.5, 1.9 * len(pictures) + 0.3)
-    with figure(path, len(pictures), 1 + len(sources), figsize=size, squeeze=False) as axes:
-        for ax, picture in zip(axes[:, 0], pictures, strict=True):
-            ax.imshow(picture)
+    with _beside(path, pictures, len(sources)) as (inputs, columns):
+        for ax, picture in zip(inputs, pictures, strict=True):
             ax.set(xlim=(-1, len(picture)), ylim=(len(picture), -1))  # as with outlines
-        axes[0, 0].set_title("input")
-        for column, source in zip(axes[:, 1:].T, sources, strict=True):
+        for column, source in zip(columns, sources, strict=True):
             mix = attach(model, targets.shape[1], htm={"layer": source}).mixed_pairs(
                 images, targets
             )
@@ -149,13 +148,26 @@ def draw_memory(path: Path, trained: TrainedRun, sample: Sample) -> str:
                 pixels = _over_image(_grid(read), len(picture))
                 ax.imshow(np.where(pixels[..., None], picture, DIMMED * picture))
                 _outline(ax, pixels)
-        for ax in axes.flat:
-            ax.set_axis_off()
     return (
         f"What every query of block {layer} reads beside its own tokens: the {vtm.kappa} most "
         "salient tokens that have entered each earlier block, outlined over the patches that they "
         "come from. Training images without augmentation, which HTM has not mixed."
     )
+
+
+@contextmanager
+def _beside(
+    path: Path, pictures: np.ndarray, columns: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields the axes of images, which are drawn, and those of the columns beside them."""
+    size = (0.5 + 1.65 * (1 + columns), 1.9 * len(pictures) + 0.3)
+    with figure(path, len(pictures), 1 + columns, figsize=size, squeeze=False) as axes:
+        for ax, picture in zip(axes[:, 0], pictures, strict=True):
+            ax.imshow(picture)
+        axes[0, 0].set_title("input")
+        yield axes[:, 0], axes[:, 1:].T
+        for ax in axes.flat:
+            ax.set_axis_off()
 
 
 def displayable(images: Tensor, config: Config) -> np.ndarray:
@@ -185,19 +197,12 @@ def draw_saliency_maps(path: Path, trained: TrainedRun, sample: Sample) -> str:
     """
     maps = saliency_maps(trained.module, sample.images, sample.targets)
     pictures = displayable(sample.images[:ROWS], trained.config)
-    rows, columns = len(pictures), 1 + len(maps)
-    size = (0.5 + 1.65 * columns, 1.9 * rows + 0.3)
-    with figure(path, rows, columns, figsize=size, squeeze=False) as axes:
-        for ax, picture in zip(axes[:, 0], pictures, strict=True):
-            ax.imshow(picture)
-        axes[0, 0].set_title("input")
-        for column, (name, saliency) in zip(axes[:, 1:].T, maps.items(), strict=True):
+    with _beside(path, pictures, len(maps)) as (_, columns):
+        for column, (name, saliency) in zip(columns, maps.items(), strict=True):
             for ax, tokens in zip(column, saliency[:ROWS], strict=True):
                 ax.imshow(_grid(tokens), cmap="viridis")
             title = f"{name.replace('_', ' ')}\nentropy {entropy(saliency):.2f} nats"
             column[0].set_title(title)
-        for ax in axes.flat:
-            ax.set_axis_off()
     attention = "by attention (one step, which HTM uses)"
     if "full_rollout" in maps:
         attention = "by attention (full rollout, and one step, which HTM uses)"

@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 
 from reproduction.config import Config
-from reproduction.errors import OneLineError, first_line, reason_of, say, warn
+from reproduction.errors import OneLineError, say, told, warn
 from reproduction.files import write_text
 from reproduction.folder import RunFolder
 from reproduction.machine import is_first_rank
@@ -60,7 +60,7 @@ def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
             sections += _draw(folder, config)
             write_text(folder.report_path, "\n\n".join(sections) + "\n")
     except (OSError, OneLineError) as error:  # the run itself is finished
-        warn(f"warning: no report ({_reason(error)}); resume=auto writes it")
+        warn(f"warning: no report ({told(error)}); resume=auto writes it")
     say(f"{name}: {_headline(summary)}")
     if folder.report_path.exists():
         say(f"report and pictures: {folder.report_path}")
@@ -95,26 +95,19 @@ def _draw_trained(folder: RunFolder, config: Config, draws: Mapping[str, Draw]) 
         trained = load_trained(config, folder)
         sample = some_images(trained)
     except (OneLineError, RuntimeError) as error:
-        yield f"No pictures of the trained model: {_reason(error)}."
+        yield f"No pictures of the trained model: {told(error)}."
         return
     for name, draw in draws.items():
         try:
             yield _picture(name, draw(folder.path / f"{name}.png", trained, sample))
-        except (ValueError, RuntimeError) as error:
-            yield f"{name}.png is not drawn: {_reason(error)}."
+        except ValueError as error:
+            yield f"{name}.png is not drawn: {error}."
+        except RuntimeError as error:
+            yield f"{name}.png is not drawn: {told(error)}."
 
 
 def _picture(name: str, caption: str) -> str:
     return f"![{name.replace('_', ' ')}]({name}.png)\n\n{caption}"
-
-
-def _reason(error: Exception) -> str:
-    """Returns messages for users as they are, and the first line of others."""
-    if isinstance(error, OSError):
-        return reason_of(error)
-    if isinstance(error, OneLineError | ValueError):
-        return str(error)
-    return first_line(error)
 
 
 # --- text ---------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from reproduction.compose import Point, last_part, parsed, readable
+from reproduction.compose import Point, last_part, override_of
 from reproduction.config import LONGEST_NAME
 from reproduction.errors import UserError
 from reproduction.files import cut
@@ -267,7 +267,7 @@ class Settings:
         known = self.named(name)
         if len(known) > 1:
             raise UserError(f"against={against}: {name} may be {' or '.join(known)}")
-        text = text_of_value(typed)
+        text = value_text(override_of(f"value={typed}").value())
         having = []
         if known:
             having = [row for row, x in self.values[known[0]].items() if value_text(x) == text]
@@ -301,14 +301,6 @@ class Settings:
         return self.follows(key, name)
 
 
-def text_of_value(typed: str) -> str:
-    """Returns a value that was typed as tables show it."""
-    override = parsed(readable(f"value={typed}"))
-    if override is None:
-        return typed
-    return value_text(override.value())
-
-
 def runs_table(runs: Sequence[Run], against: str | None = None) -> Table:
     """Returns the table of any runs, grouped over their seeds.
 
@@ -332,7 +324,7 @@ def sweep_table(points: Sequence[Point], runs: Sequence[Run]) -> Table:
     seeds = ", ".join(map(str, sorted({point.config.seed for point in points})))
     stem = "-".join(map(last_part, heads)) or "seeds"
     tail = f"-{digest(sorted(run_hash(point.config) for point in points))}"
-    name = cut(stem, LONGEST_NAME - len(tail)) + tail
+    name = cut(stem, LONGEST_NAME, tail)
     about = f"A sweep over {keys}, with {words}; seeds {seeds}."
     return replace(table, name=name, about=[about, *table.about])
 

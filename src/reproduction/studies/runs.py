@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from reproduction.config import Config
-from reproduction.errors import OneLineError, first_line, in_one_line, reason_of
+from reproduction.errors import OneLineError, in_one_line, told
 from reproduction.folder import RunFolder, summary_of_today
 from reproduction.identity import digest, flat, nested, row_hash, saved, settings, shared_settings
 
@@ -128,12 +128,7 @@ def read_run(folder: RunFolder) -> Run:
         summary = {**folder.read_summary(), "status": folder.status()}
         return _run(folder.path, folder.read_config(), summary, _began(folder, summary))
     except (OneLineError, OSError, LookupError, TypeError, ValueError) as error:
-        reason = first_line(error)
-        if isinstance(error, OneLineError):
-            reason = str(error)
-        elif isinstance(error, OSError):
-            reason = reason_of(error)
-        return Run(path=folder.path, status="unusable", status_text=f"unusable: {reason}")
+        return Run(path=folder.path, status="unusable", status_text=f"unusable: {told(error)}")
 
 
 def _began(folder: RunFolder, summary: Mapping[str, Any]) -> float:

@@ -14,7 +14,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from reproduction.compose import Point, compose, expand, last_part, parsed, planned_point, readable
+from reproduction.compose import (
+    Point,
+    compose,
+    expand,
+    last_part,
+    override_of,
+    planned_point,
+    readable,
+)
 from reproduction.config import (
     LONGEST_NAME,
     ROOT,
@@ -211,7 +219,7 @@ def cells(name: str, study: Study) -> list[Cell]:
                 row=row,
                 settings=study.rows[row],
                 words=words,
-                values={key_of(word): value_of(word) for word in own},
+                values={key_of(word): override_of(word).value() for word in own},
                 label=f"{Path(name).stem}/{','.join(parts)}",
             )
             found.append(cell)
@@ -230,12 +238,6 @@ def short_names(keys: Sequence[str]) -> list[str]:
     if len({*names}) < len(names):
         return [*keys]
     return names
-
-
-def value_of(word: str) -> Any:
-    override = parsed(word)
-    assert override is not None, word
-    return override.value()
 
 
 def comparisons(each: Sequence[Cell]) -> dict[str, str]:
@@ -319,7 +321,7 @@ class Part:
             path = Path(place).resolve()
             place = str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
         tail = f"-{digest([place, self.row_hashes, self.seeds, self.scale])}"
-        return cut(stem, LONGEST_NAME - len(tail)) + tail
+        return cut(stem, LONGEST_NAME, tail)
 
     @property
     def about(self) -> list[str]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from reproduction.config import MODEL, AnyModel, Checkpoint
 from reproduction.data.loaders import InputTransform, build_evaluation_transform
-from reproduction.errors import UserError
+from reproduction.errors import UserError, few
 from reproduction.files import replacing
 from reproduction.folder import RunFolder
 from reproduction.identity import own_code
@@ -91,12 +91,8 @@ def read_plain(paths: list[Path]) -> tuple[Weights, dict[str, Any]]:
 def check_classes(origin: str, trained: list[str], found: list[str]) -> None:
     """Raises UserError unless the checkpoint was trained on the classes of the data set."""
     if trained != found:
-        then, now = _few(trained), _few(found)
+        then, now = (f"{few(classes)} ({len(classes)})" for classes in (trained, found))
         raise UserError(f"{origin}: was trained on the classes {then}, the data set has {now}")
-
-
-def _few(classes: list[str]) -> str:
-    return f"{', '.join(classes[:3])}, ... ({len(classes)})"
 
 
 class Trained(NamedTuple):

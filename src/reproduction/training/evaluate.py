@@ -68,7 +68,7 @@ class Sums:
     def add(self, logits: Tensor, targets: Tensor) -> None:
         for name, total in self.totals.items():
             numbers = self.metrics[name](logits, targets)
-            self.totals[name] = total + torch.stack([total.new_tensor(float(x)) for x in numbers])
+            self.totals[name] = total + total.new_tensor([float(x) for x in numbers])
         if len(self.totals) < len(self.metrics):
             self.kept.append((logits.cpu(), targets.cpu()))
 

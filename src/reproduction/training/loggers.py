@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.config import Config
-from reproduction.errors import UserError, first_line, of_system, say, warn
-from reproduction.files import lack_behind
+from reproduction.errors import first_line, of_library, say, warn
 from reproduction.folder import RunFolder
 
 SETTINGS: dict[str, Any] = {
@@ -122,11 +121,8 @@ class Loggers:
             except Exception as error:
                 self.close("failed")
                 _teardown()
-                lack = lack_behind(error)
-                if lack is not None:
-                    raise of_system(lack, f"logger.{name}") from error
                 reason = " ".join(str(error).split()) or first_line(error)
-                raise UserError(f"logger.{name}: {reason}") from error
+                raise of_library(error, f"logger.{name}", reason) from error
 
     def log(self, line: dict[str, Any]) -> None:
         for name, logger in [*self.active.items()]:  # a copy: one that fails is left out

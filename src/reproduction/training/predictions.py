@@ -3,7 +3,6 @@
 Letters: n images, c classes, k the most probable classes.
 """
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -54,12 +53,6 @@ def evaluate_checkpoint(
     checkpoint does not fit the model, PlainError if a rank dies or memory runs out.
     """
     return on_ranks(partial(_evaluate, checkpoints=checkpoints, images=images), config)
-
-
-def write_scores(result: Path, scores: dict[str, Any]) -> None:
-    """Writes the scores of held-out images, a JSON file."""
-    result.parent.mkdir(parents=True, exist_ok=True)
-    write_text(result, json.dumps(scores, indent=2) + "\n")
 
 
 def _evaluate(config: Config, checkpoints: list[Path], images: Path | None) -> Evaluated:
@@ -130,8 +123,8 @@ def write_predictions(path: Path, found: Predictions, labelled: bool) -> None:
     _write_csv(path, pd.DataFrame(columns), index=False, float_format="%.6g")
 
 
-def write_tables(result: Path, found: Predictions) -> Path:
-    """Writes accuracy per class, whose path it returns, and confusion matrix beside `result`."""
+def write_tables(result: Path, found: Predictions) -> list[Path]:
+    """Writes accuracy per class and confusion matrix beside `result`; returns their paths."""
     names, targets = found.classes, found.targets
     counts = np.zeros((len(names), len(names)), dtype=np.int64)  # by class and prediction
     np.add.at(counts, (targets, found.best[:, 0]), 1)
@@ -149,14 +142,10 @@ def write_tables(result: Path, found: Predictions) -> Path:
     if len(names) > TOP:
         accuracies["top5"] = 100 * among_best / some
     confusion = pd.DataFrame(counts, names, names)
-    _write_csv(table_path(result, "classes"), accuracies, index_label="class", float_format="%.2f")
-    _write_csv(table_path(result, "confusion"), confusion, index_label="class")
-    return table_path(result, "classes")
-
-
-def table_path(result: Path, name: str) -> Path:
-    """Returns the path of a table beside `result`, as evaluation-last-classes.csv."""
-    return result.with_name(f"{result.stem}-{name}.csv")
+    paths = [result.with_name(f"{result.stem}-{name}.csv") for name in ("classes", "confusion")]
+    for path, table in zip(paths, (accuracies, confusion), strict=True):
+        _write_csv(path, table, index_label="class", float_format="%.2f")
+    return paths
 
 
 def _write_csv(path: Path, table: pd.DataFrame, **how: Any) -> None:

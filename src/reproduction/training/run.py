@@ -7,6 +7,7 @@ import math
 import platform
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -31,7 +32,7 @@ from reproduction.errors import (
     warn,
 )
 from reproduction.folder import RunFolder, hold
-from reproduction.identity import changes, files_of, own_code, run_hash, saved
+from reproduction.identity import changes, files_of_code, run_hash, saved
 from reproduction.machine import git_revision, hardware_name, is_first_rank, local_ranks
 from reproduction.models.build import (
     build_module,
@@ -181,7 +182,7 @@ def _check_same_run(path: Path, content: Mapping[str, Any], config: Config) -> N
     """Raises UserError unless a checkpoint is of this run; the oldest hold no configuration."""
     if "config" not in content:
         return
-    others = ", ".join(changes(config, saved(content["config"])))
+    others = changes(config, saved(content["config"]))
     if others:
         raise UserError(f"checkpoint={path}: is of another run, this one has {others}")
 
@@ -267,11 +268,9 @@ def _say_difficulty(tau: float, classes: int, smoothing: float) -> None:
 
 def _htm_numbers(trainer: Trainer, htm: HTM) -> dict[str, list[float | str]]:
     """HTM's tau, in nats, and rho at each layer, with numbers for `auto`; infinity as text."""
-    model = without_weights(trainer.config.model)
-    stack = trainer.config.augmentation
+    config = replace(trainer.config, model=without_weights(trainer.config.model))
     with preserved_generators():  # only a pass tells how many tokens enter a layer
-        classes, own = len(trainer.classes), own_code(trainer.config)
-        mixes = try_pass(model, stack, classes, own).output.layers
+        mixes = try_pass(config, len(trainer.classes)).output.layers
     layers = [*zip(htm.by_layer.values(), mixes, strict=True)]
     return {
         "tau": [_finite(settings.tau) for settings, _ in layers],
@@ -305,7 +304,7 @@ def _facts(trainer: Trainer, data: Data) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "name": config.name,
         "data": record(data, config.model.weights),
-        "code": files_of(own_code(config)),
+        "code": files_of_code(config),
         "classes": len(data.classes),
         "parameters": count_parameters(trainer.module),
         "seed": config.seed,

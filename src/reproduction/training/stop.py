@@ -127,16 +127,13 @@ def ending(error: Exception, config: Config) -> OneLineError:
 
 def line_of(error: BaseException, config: Config) -> str | None:
     """What to say of an error that a run may meet; None of another one."""
-    for explain in (of_method, of_memory, of_system, of_libraries):
+    if isinstance(error, Diverged):
+        return f"{error}; try {ADVICE}"
+    for explain in (of_memory, of_system, of_libraries):
         line = explain(error, config)
         if line is not None:
             return line
     return None
-
-
-def of_method(error: BaseException, config: Config) -> str | None:
-    """A gain in saliency that is not finite."""
-    return f"{error}; try {ADVICE}" if isinstance(error, Diverged) else None
 
 
 def of_memory(error: BaseException, config: Config) -> str | None:

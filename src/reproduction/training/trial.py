@@ -1,6 +1,6 @@
 """What is tried out before a run begins, so that it ends in one line: `check_start`."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 
@@ -12,14 +12,13 @@ from reproduction.config import (
     MODEL,
     Config,
     Recipe,
-    door_of,
 )
 from reproduction.data import loaders
 from reproduction.data.inputs import Mixed, build_training_inputs
 from reproduction.data.sources import opened
 from reproduction.door import Refused
 from reproduction.errors import PlainError, UserError
-from reproduction.identity import flat, own_code
+from reproduction.identity import chosen_code
 from reproduction.models.build import try_pass
 from reproduction.training.evaluate import build_metrics, gathers
 from reproduction.training.optimizers import build_optimizer
@@ -33,7 +32,7 @@ def check_start(config: Config) -> None:
     data = opened(config.dataset)
     batches = loaders.TrainingBatches(config, len(data.train), rank=0, ranks=config.devices)
     classes = len(data.classes)
-    trial = try_pass(config.model, config.augmentation, classes, own_code(config))
+    trial = try_pass(config, classes)
     if config.augmentation.own or LOSS.is_own(config.recipe.loss):
         try_loss(trial.module, try_inputs(config, classes), config)
     try_metrics(config.recipe, classes)
@@ -84,9 +83,9 @@ def check_capture(config: Config) -> None:
     """Raises UserError for a CUDA graph of code that cannot be captured, or does not say so."""
     if config.compile != "cuda-graph":
         return
-    for key, chosen in flat(asdict(config)):
-        door = door_of(key)
-        if door is None or key in (DATA.key, MODEL.key) or key.startswith("recipe.metrics."):
+    for door, chosen in chosen_code(config):
+        key = door.key
+        if key in (DATA.key, MODEL.key) or key.startswith("recipe.metrics."):
             continue
         with door.refusing(chosen):
             is_capturable = getattr(door.factory(chosen), "capturable", not door.is_own(chosen))
