@@ -144,7 +144,9 @@ def test_a_module_in_the_folder_of_the_command_is_found_by_every_program():
     assert_succeeded(train("-m", "seed=0,1", "jobs=2", IMAGES, ONE, apart=True), "2 of 2 runs")
     one, other = runs()
     assert one.summary["code"].keys() == {"dataset.source"}
-    assert_refused(evaluate(f"run={one.path}", apart=True), "to run it, add dataset.source=mine_")
+    assert_refused(
+        evaluate(f"run={one.path}", apart=True), "to run it, add dataset.source=tokenmixup_of_mine"
+    )
     word = "dataset.source=tokenmixup_of_mine:images"
     assert_succeeded(evaluate(f"run={other.path}", word, apart=True), "images of custom")
 

@@ -188,6 +188,21 @@ def test_a_mixing_may_return_numbers_of_numpys_precision():
     assert len(hashes) == 1
 
 
+WRONG = {  # weights that a mixing returns -> what the line says
+    "2 * weights": "must be from 0 to 1",
+    "0.5": "must be images",
+}
+
+
+@pytest.mark.parametrize("weights", WRONG)
+def test_a_mixing_with_wrong_weights_is_refused_before_the_first_step(weights: str):
+    text = WIDE.replace("mixed.double(), partners, weights.double()", f"mixed, partners, {weights}")
+    Path("wide.py").write_text(text)
+    words = ("--config-dir", "mine", SMALL, STEPS, "augmentation=[resizemix]")
+    result = train(words, "augmentation.resizemix.source=wide:mix", "name=wide")
+    assert_refused(result, "augmentation.resizemix", WRONG[weights])
+
+
 @pytest.mark.parametrize("key", ["recipe.loss_options.run", "recipe.metrics.sure"])
 def test_an_option_without_plus_is_told_of_it(key: str):
     assert_refused(train(SMALL, f"{key}=outputs"), key, "takes a + before it")

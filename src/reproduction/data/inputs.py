@@ -144,14 +144,16 @@ class OwnMixing:
         return Draws(own=np.random.default_rng(np.random.randint(2**31)))
 
     def mix(self, images: Tensor, classes: Tensor, draws: Draws) -> Mixed:
-        """Mixes a batch; ValueError if the function returns other shapes."""
+        """Mixes a batch; ValueError for other shapes, and on a CPU for weights beyond 0 and 1."""
         assert draws.own is not None
         mixed, partners, weight = self.mix_images(images, classes, draws.own)
         b = len(images)
-        found = [mixed.shape, partners.shape, weight.shape]
+        found = [getattr(x, "shape", ()) for x in (mixed, partners, weight)]
         if found != [images.shape, (b,), (b,)]:
             must = f"must be images {list(images.shape)}, partners [{b}] and weights [{b}]"
             raise ValueError(f"returns {[list(shape) for shape in found]}, {must}")
+        if weight.device.type == "cpu" and not ((weight >= 0) & (weight <= 1)).all():
+            raise ValueError(f"returns weights {weight.tolist()}, must be from 0 to 1")
         weight = weight.to(images)
         return Mixed(
             images=mixed.to(images),  # a mask of numpy is float64
