@@ -92,7 +92,7 @@ OF_OURS = """
 title: one
 rows:
   tiny: [model.embed_dim=16, recipe.epochs=30000]
-  few: [model.embed_dim=16, recipe.epochs=5000, recipe.evaluate_every=2, dataset.limit=640,
+  few: [model.embed_dim=16, recipe.epochs=500000, recipe.evaluate_every=2, dataset.limit=640,
     dataset.eval_limit=90, dataset.validation=0.1]
   conv: [model=timm, model.architecture=resnet18, 'augmentation=[]']  # has no blocks
 """
@@ -105,7 +105,7 @@ def test_cost_multiplies_the_time_of_an_image_by_the_images_of_all_runs(here: Pa
     rows = rows_of(result)
     work = {
         "own/tiny": 30000 * (22 * 64 + 360 / 3),
-        "own/few": 5000 * 9 * 64 + (2500 * 64 + 2 * 90) / 3,
+        "own/few": 500000 * 9 * 64 + (250000 * 64 + 2 * 90) / 3,
     }
     for name, images in work.items():
         runs, batch, timed, speed, hours = map(number, rows[name])
