@@ -168,10 +168,10 @@ test-lowest: .venv-tools/installed  ## run `make test` with the lowest versions 
 	touch $@
 
 test-plugins: .venv-plugins/installed  ## run the tests of Hydra's joblib and Optuna plugins and of submitit
-	PYTHONPATH=src .venv-plugins/bin/python -m pytest tests/plugins -n 0
+	PYTHONPATH="$(CURDIR)/src" .venv-plugins/bin/python -m pytest tests/plugins -n 0
 
 test-slurm: .venv-plugins/installed  ## run sweeps on the SLURM cluster of this machine, as root; takes half an hour
-	TEST_SLURM=1 PYTHONPATH=src .venv-plugins/bin/python -m pytest tests/slurm -n 0
+	TEST_SLURM=1 PYTHONPATH="$(CURDIR)/src" .venv-plugins/bin/python -m pytest tests/slurm -n 0
 
 lint: .venv/installed-dev  ## check formatting, style and types
 	$(BIN)/ruff format --check .
