@@ -27,7 +27,7 @@ from tokenmixup.rules import in_published_order
 from tokenmixup.saliency import by_attention, grid_of, saliency_of_map
 from tokenmixup.scorenet import ScoreNet, difficulty
 from tokenmixup.vertical import Source, memory_of
-from tokenmixup.watch import OWN_CHECKPOINTING, Autograd, autograd_now
+from tokenmixup.watch import OWN_CHECKPOINTING, STILL_NEEDED, Autograd, autograd_now
 
 
 @dataclass(eq=False)
@@ -59,7 +59,8 @@ class Pass:
             if vtm_saliency is None:
                 assert seen is not None  # keeps_map
                 vtm_saliency = saliency_of_map(seen, entry)
-            self.sources.append(Source(entry.flat_tokens, vtm_saliency))
+            tokens = entry.flat_tokens
+            self.sources.append(Source(tokens, vtm_saliency, version_of(tokens)))
         return out
 
     def _enter(self, plan: Plan, args: tuple[Any, ...], kwargs: Any) -> BlockInput:
@@ -119,7 +120,10 @@ class Pass:
             raise ValueError(f"{plan.name} gets {n} tokens for {patches} patches, but {must}")
 
     def _check_sources(self, plan: Plan, entry: BlockInput) -> None:
-        """Raises ValueError for other tokens than those of a source, whose places VTM knows."""
+        """Raises ValueError for other tokens than those of a source, whose places VTM knows.
+
+        And for a source whose tokens have been changed in place since.
+        """
         if not self.sources or not (plan.is_source or plan.vtm):
             return
         shape = entry.flat_tokens.shape[1:]
@@ -127,6 +131,9 @@ class Pass:
         if shape != of_source:
             found = f"tokens {list(shape)}, a source of VTM with {list(of_source)}"
             raise ValueError(f"{plan.name} gets {found}: must have as many tokens, of one width")
+        if any(source.version != version_of(source.tokens) for source in self.sources):
+            reason = f"tokens of a source of VTM were changed in place: {STILL_NEEDED}"
+            raise ValueError(f"{plan.name}: {reason}")
 
     def _mix(self, plan: Plan, entry: BlockInput) -> tuple[BlockInput, Tensor | None]:
         """Mixes tokens and targets by Algorithm 1 at a layer of HTM.
@@ -222,6 +229,16 @@ class Pass:
             must = f"must be logits, samples x num_classes, {expected}"
             raise ValueError(f"the model returned {found}, {must}")
         return output_of(logits, self.targets, self.layers, score_loss_weight)
+
+
+def version_of(x: Tensor) -> int:
+    """Counts what has been done to a tensor in place; a compiler's tensors are not counted.
+
+    A compiled module is first run without the compiler, to prove its blocks.
+    """
+    if torch.compiler.is_compiling():
+        return 0
+    return x._version
 
 
 def run_in_pass(

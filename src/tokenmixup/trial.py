@@ -36,7 +36,7 @@ from tokenmixup.block import (
 from tokenmixup.contexts import evaluating
 from tokenmixup.kept import GENERATORS, Kept, Left, ends_alike, generators_of, unchanged
 from tokenmixup.vertical import Memory
-from tokenmixup.watch import MUST_BE_ONE, Refused, Sight, at_places
+from tokenmixup.watch import MUST_BE_ONE, STILL_NEEDED, Refused, Sight, at_places
 
 RUNS = 8  # which show whether a block draws from somewhere unknown
 TOLERANCE = 1e-3  # of the largest value; rounding is 1e-6, or 5e-4 in TF32
@@ -48,7 +48,6 @@ BESIDE = (
     "the keys and values of its tokens depend on the tokens beside them or on their places; of "
     "positions VTM serves the rotary ones that a block gets as rope=, one tensor"
 )
-STILL_NEEDED = "TokenMixup still needs them, use x = x + ..."
 RUNS_TWICE = "which HTM and VTM run more than once: do that behind it or outside of the block"
 STREAM = "HTM cannot mix a second stream of the samples' tokens"
 Result = TypeVar("Result")

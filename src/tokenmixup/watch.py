@@ -37,6 +37,8 @@ NOT_FUSED = (
     "fused_attn, of transformers' attn_implementation=sdpa) or torch's multi-head attention"
 )
 
+STILL_NEEDED = "TokenMixup still needs them, use x = x + ..."
+
 
 class Refused(ValueError):
     """A block that cannot be served; one line names it and says why."""

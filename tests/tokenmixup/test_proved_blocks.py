@@ -557,6 +557,26 @@ def test_sources_of_vtm_have_the_tokens_of_its_layer():
         module(*batch_of(case))
 
 
+class Adding(Model):
+    """Adds to the tokens of a block in place, once that has run."""
+
+    def run(self, block: Any, x: Tensor) -> Tensor:
+        out = super().run(block, x)
+        x.add_(1)
+        return out
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_source_whose_tokens_are_changed_in_place_is_refused(compiles: bool):
+    """Nothing of a frozen model tells autograd of it."""
+    case = CASES["map: Fused"]
+    module = attach(Adding(case).requires_grad_(False), CLASSES, adapter=ADAPTER, vtm=VTM).train()
+    if compiles:
+        module.compile(backend="eager")
+    with refused("block [12] .*changed in place"):
+        module(*batch_of(case))
+
+
 def test_blocks_that_are_compiled_by_themselves_are_proved():
     case = CASES["map: Fused"]
     module = attached(case, htm=HTM)
