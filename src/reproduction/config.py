@@ -24,6 +24,7 @@ from pydantic import (
     ValidationError,
 )
 from pydantic.dataclasses import dataclass
+from pydantic.json_schema import SkipJsonSchema
 
 from reproduction.door import Door
 from reproduction.errors import UserError, as_typed, in_one_line
@@ -274,7 +275,9 @@ class Augmentation:
     """
 
     off_epoch: Count | None = None
-    own: Annotated[dict[FolderName, OwnMix], Field(max_length=1)] = Field(default_factory=dict)
+    own: Annotated[  # nobody types this key, but augmentation.NAME
+        dict[FolderName, OwnMix], Field(max_length=1), SkipJsonSchema()
+    ] = Field(default_factory=dict)
     mixup: InputMix | None = None
     cutmix: InputMix | None = None
     manifold_mixup: Annotated[

@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from hydra.errors import HydraException
@@ -24,6 +25,7 @@ from tokenmixup.settings import allowed_of
 
 GROUPS = ("model", "dataset", "augmentation", "recipe", "logger", "experiment")
 OPEN = re.compile(r"options\.|metrics\.")  # in a key of a group that may have any
+SEARCHED = re.compile(r"path=file://(.+)")  # in what Hydra says of its search
 TEXT = "string"  # with which `allowed` begins for a key that takes a text
 BOUNDS = {
     "minimum": ">=",
@@ -38,10 +40,12 @@ def key_of(word: str) -> str:
     return word.lstrip("+~").partition("=")[0]
 
 
-def options_of(group: str) -> list[str]:
-    """Returns the names of the files of a group."""
-    folder = CONF_DIR / group
-    return sorted(str(x.relative_to(folder).with_suffix("")) for x in folder.rglob("*.yaml"))
+def options_of(group: str, places: Sequence[str]) -> list[str]:
+    """Returns the names of the files of a group, in conf/ and in other places of the search."""
+    names = set()
+    for folder in [CONF_DIR / group, *(Path(place, group) for place in places)]:
+        names |= {str(x.relative_to(folder).with_suffix("")) for x in folder.rglob("*.yaml")}
+    return sorted(names)
 
 
 def help_text(tree: DictConfig) -> str:
@@ -136,7 +140,7 @@ def _told(error: Exception, words: Sequence[str]) -> str:
         return f"{plugin[1]}={plugin[2]}: is not installed; docs/studies.md names its package"
     option = re.search(r"'(\w+)/([^']*)'", message)  # 'GROUP/OPTION'
     if option is not None:
-        options = options_of(option[1])
+        options = options_of(option[1], SEARCHED.findall(str(cause)))
         near = nearest(option[2], options)
         message = f"{message.rstrip('.')}{near}; allowed: {', '.join(options)}"
     typed = {key_of(word): word for word in words}

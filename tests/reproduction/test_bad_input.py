@@ -131,6 +131,7 @@ def test_help_says_what_is_allowed_for_every_key(here: Path, model: str):
     assert [key for key in missing if not key.startswith(others)] == []
     assert "auto" in allowed["augmentation.htm.tau"]
     assert "cuda-graph" in allowed["compile"]
+    assert "augmentation.own" not in allowed  # which is typed augmentation.NAME
     assert "float16" in allowed["recipe.precision"]
     assert ">= 1" in allowed["recipe.epochs"]
     assert ("model.conv_layers" in allowed) == (model == "cct_2_3x2")
@@ -214,6 +215,18 @@ def test_what_a_file_names_is_not_blamed_on_the_words(here: Path):
     path.write_bytes(GLOBAL + b"defaults:\n  - override /recipe: nix\n")
     result = train("--config-dir", "my", "experiment=x", "dry_run=1")
     assert_refused(result, "train.py: In 'train': Could not find 'recipe/nix'; allowed: ")
+
+
+@pytest.mark.parametrize("mode", [(), ("-m",)], ids=["run", "sweep"])
+@pytest.mark.parametrize("place", [("--config-dir", "my"), ("hydra.searchpath=[my]",)])
+def test_files_of_ones_own_are_among_what_is_allowed(
+    here: Path, place: tuple[str, ...], mode: tuple[str, ...]
+):
+    path = here / "my" / "augmentation" / "resizemix.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text("chosen: {resizemix: true}\n")
+    result = train(mode, place, "augmentation=[resizemx,htm]")
+    assert_refused(result, "augmentation/resizemx", "perhaps resizemix; allowed: cutmix")
 
 
 FILES_OF_KEYS = ["augmentation/*", "dataset/*", "logger/*", "model/*", "recipe/*", "train"]
