@@ -267,6 +267,14 @@ def with_own(raw: Any) -> Any:
     return {**others, "own": {**others.get("own", {}), **own}}
 
 
+def with_layer(kind: type[HTM | VTM], raw: Any) -> Any:
+    """Builds the settings of HTM or VTM; a model of a library has no layer for them by default."""
+    if isinstance(raw, Mapping) and raw.get("layer", 0) is None:
+        reason = "must be set for this model, which augmentation=[] trains without mixing"
+        raise ValueError(f"{kind.key}.layer=null: {reason}")
+    return built(kind, raw)
+
+
 @schema
 class Augmentation:
     """The augmentation stack, in order of application; None disables a component.
@@ -283,8 +291,8 @@ class Augmentation:
     manifold_mixup: Annotated[
         ManifoldMixup | None, BeforeValidator(partial(built, ManifoldMixup))
     ] = None
-    htm: Annotated[HTMByName | None, BeforeValidator(partial(built, HTMByName))] = None
-    vtm: Annotated[VTM | None, BeforeValidator(partial(built, VTM))] = None
+    htm: Annotated[HTMByName | None, BeforeValidator(partial(with_layer, HTMByName))] = None
+    vtm: Annotated[VTM | None, BeforeValidator(partial(with_layer, VTM))] = None
 
     @property
     def stack(self) -> list[str]:

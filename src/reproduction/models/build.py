@@ -17,6 +17,7 @@ from reproduction.config import (
     Augmentation,
     Config,
     HTMByName,
+    Library,
     Own,
     ViT,
 )
@@ -158,7 +159,14 @@ def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> Tok
             adapter=adapter,
         )
     except ValueError as error:
-        raise UserError(f"model={config.name}: {error}") from error
+        raise UserError(f"model={config.name}: {error}{advice_for(config, stack)}") from error
+
+
+def advice_for(config: AnyModel, stack: Augmentation) -> str:
+    """Says how to train a model of a library, which may have no attention."""
+    if isinstance(config, Library) and stack.stack:
+        return "; augmentation=[] trains it without mixing"
+    return ""
 
 
 class Trial(NamedTuple):
@@ -185,7 +193,7 @@ def try_pass(config: Config, num_classes: int) -> Trial:
         except Exception as error:
             if not words and not isinstance(error, ValueError | RuntimeError):
                 raise  # else of the settings, or of shapes
-            told = line_of(error) if words else str(error)
+            told = line_of(error) if words else f"{error}{advice_for(model, config.augmentation)}"
             named = " ".join([f"model={model.name}", *words])
             raise UserError(f"{named}: {told}") from error
     load_initial_weights(model, module.model)
