@@ -189,6 +189,7 @@ def test_an_edited_configuration_does_not_make_another_run_of_one_that_was_train
         assert_refused(train(words), *told)
     assert_refused(evaluate("run=outputs/mine"), *told)
     assert_succeeded(script("runs", "outputs"), "1 finished run", "unusable: ", *told)
+    assert_refused(script("runs", str(run.path)), "outputs/mine: unusable: ", *told)
     assert snapshot() == before
     edit(run, "recipe.epochs", 2)
     assert_succeeded(train(SMALL, "name=mine", "resume=auto"))

@@ -305,11 +305,12 @@ def runs_table(runs: Sequence[Run], against: str | None = None) -> Table:
     """Returns the table of any runs, grouped over their seeds.
 
     `against` (KEY=VALUE, of KEY the last parts will do): each row is compared with the row that
-    has this value and is otherwise equal. UserError if there are no runs.
+    has this value and is otherwise equal. UserError if no run is usable.
     """
     usable = [run for run in runs if run.status != "unusable"]
     if not usable:
-        raise UserError("there are no runs in these folders")
+        lines = [f"{run.path}: {run.status_text}" for run in runs]
+        raise UserError("; ".join(lines) or "there are no runs in these folders")
     return table_of(Settings({run.row_hash: run.settings for run in usable}), runs, against)
 
 
