@@ -7,6 +7,7 @@ also after a job that could tell nothing; the lock in it names the job to which 
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,6 +78,9 @@ class Jobs:
         """Returns the jobs that were submitted before for points, by the places of these."""
         states = self.states()
         if states is None:
+            if shutil.which("squeue") is None:
+                reason = "squeue is not installed: there is no SLURM on this machine"
+                raise UserError(f"hydra/launcher=submitit_{self.cluster}: {reason}")
             raise PlainError("squeue does not answer, and only it knows what is queued")
         jobs = {}
         for index, point in enumerate(points):

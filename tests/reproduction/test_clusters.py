@@ -68,9 +68,11 @@ def test_a_run_that_a_job_trains_is_waited_for_and_its_folder_tells_its_end(
     assert_succeeded(train(SLURM, MINE), "1 of 1 runs are finished")
 
 
-def test_a_queue_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PATH", "nowhere")
+def test_a_queue_that_does_not_answer_is_told(squeue: Path, monkeypatch: pytest.MonkeyPatch):
+    squeue.with_name("squeue").write_text("#!/bin/sh\nexit 1\n")
     assert_refused(train(SLURM, SMALL), "squeue does not answer", status=1)
+    monkeypatch.setenv("PATH", "nowhere")
+    assert_refused(train(SLURM, SMALL), "submitit_slurm", "there is no SLURM on this machine")
 
 
 def test_a_run_is_one_task_of_a_job(monkeypatch: pytest.MonkeyPatch):
