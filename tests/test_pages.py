@@ -17,12 +17,17 @@ PAGES = {path: path.read_text() for path in (ROOT / "README.md", *DOCUMENTS)}
 
 
 def found(pattern: str) -> list[str]:
-    """The different matches in all pages."""
-    matches = re.findall(pattern, "\n".join(PAGES.values()), re.MULTILINE)
+    """The different matches in all pages, whose commands are lines."""
+    text = re.sub(r" \\\n *", " ", "\n".join(PAGES.values()))
+    matches = re.findall(pattern, text, re.MULTILINE)
     return sorted(set(matches))
 
 
-COMMANDS = [x for x in found(r"^python train\.py (\S.*[^\\])$") if "--config-dir" not in x]
+COMMANDS = [
+    command
+    for command in found(r"^(?:python|srun .*) train\.py (\S.*)$")
+    if not re.search("--config-dir|sweeper=optuna", command)
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
