@@ -240,7 +240,7 @@ class RunFolder:
         if entry in held:
             _warn_once(f"{error}; a checkpoint holds the {entry}")
         elif entry == "summary":
-            _warn_once(f"{error}; the run goes on without the summary")
+            _warn_once(f"{error}; no checkpoint holds the summary")
         return held.get(entry, {})
 
     def read_metrics(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -238,7 +238,7 @@ def test_first_lines_and_summary_say_the_numbers_of_auto(here: Path):
     assert Run("outputs/mine").config["augmentation"]["htm"]["tau"] == "auto"
     layers = ("augmentation=[htm]", "augmentation.htm.layer=[0,1]", "augmentation.htm.rho=0")
     result = train("name=two", layers, "augmentation.htm.tau=[2.4,auto]", SMALL)
-    assert_succeeded(result, "htm: tau = 2.4, 1\nhtm: rho = 0, 0\n", "2.303 of a guess")
+    assert_succeeded(result, "htm: tau = 2.4, 1\nhtm: rho = 0, 0\n", "2.303 for a guess")
     for line in Run("outputs/two").steps:
         for name in ("easy_samples", "mixed_samples"):
             assert line[name] >= line[f"{name}/0"]

@@ -124,7 +124,7 @@ def _headline(summary: dict[str, Any]) -> str:
         return f"{last} (best {summary['top1_best']:.2f} %) {ran}"
     selected = f"{summary['top1_selected']:.2f} %"  # with a validation split
     epoch = summary["selected_epoch"]
-    return f"{last} (test images; epoch {epoch}, selected by validation: {selected}) {ran}"
+    return f"test {last} ({selected} with epoch {epoch}, the best by validation) {ran}"
 
 
 def _description(config: Config, summary: dict[str, Any]) -> str:

@@ -54,8 +54,8 @@ PAPERS = (
 )
 OWN_KEYS = ("seed", "devices", "name", "output_root", "resume")  # of a run, not of a study
 WARNING = """\
-WARNING: these runs are not those that the study names. No value here may be compared with the \
-paper's, so that none of its is shown."""
+WARNING: these runs are not those that the study names. No value here may be compared with a \
+printed one, and none is shown."""
 FULL = "full"
 SMOKE = "smoke"
 SCALES = (FULL, SMOKE)

@@ -260,7 +260,7 @@ def _say_difficulty(tau: float, classes: int, smoothing: float) -> None:
     label = torch.full((classes,), smoothing / classes).double()
     label[0] += 1 - smoothing
     least = float(torch.special.entr(label).sum())
-    say(f"htm: difficulty: at least {least:.4g} nats, {math.log(classes):.4g} of a guess")
+    say(f"htm: difficulty: at least {least:.4g} nats, {math.log(classes):.4g} for a guess")
     if tau <= least:
         reason = f"the difficulty of a sample is never below {least:.4g} nats"
         warn(f"warning: htm: with tau = {tau:.4g} no sample is easy: {reason}")
