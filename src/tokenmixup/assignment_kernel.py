@@ -102,15 +102,75 @@ def _regrets(int_gain_ptr, price, first, b, B: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
+def _write_gibbs(int_gain_ptr, gibbs_ptr, price, share, b, B: tl.constexpr, R: tl.constexpr):
+    """Writes the Gibbs kernel at these prices, `b B`; returns its temperature.
+
+    That is `share` of the mean regret.
+    """
+    cols = tl.arange(0, B)
+    sums = tl.zeros([R, B], tl.float32)
+    for first in range(0, b, R):
+        regret, _, _ = _regrets(int_gain_ptr, price, first, b, B, R)
+        sums += regret
+    heat = tl.maximum(share * tl.sum(sums) / b / b, 1e-30)
+    for first in range(0, b, R):
+        regret, inside, row = _regrets(int_gain_ptr, price, first, b, B, R)
+        # bounded to the range of float32
+        gibbs = tl.where(inside, tl.exp(tl.maximum(-regret / heat, -40.0)), 0.0)
+        tl.store(gibbs_ptr + row[:, None] * B + cols[None, :], gibbs)
+    tl.debug_barrier()
+    return heat
+
+
+@triton.jit
+def _donor_factors(gibbs_ptr, b, B: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
+    """N of Sinkhorn's iterations; returns the factors of the donors as exponents of 2, `B`."""
+    cols = tl.arange(0, B)
+    exponent = tl.zeros([B], tl.float32)
+    for _ in range(N):
+        factor = tl.exp2(exponent)
+        wanted = tl.zeros([R, B], tl.float32)
+        for first in range(0, b, R):
+            row = first + tl.arange(0, R)
+            gibbs = tl.load(gibbs_ptr + row[:, None] * B + cols[None, :])
+            total = tl.sum(gibbs * factor[None, :], 1)
+            weight = tl.where(row < b, 1.0 / tl.where(row < b, total, 1.0), 0.0)
+            wanted += gibbs * weight[:, None]
+        step = -tl.log2(tl.sum(wanted, 0)) - exponent
+        exponent += OVERRELAXED * step
+        exponent = tl.minimum(tl.maximum(exponent, -LARGEST_EXPONENT), LARGEST_EXPONENT)
+    tl.debug_barrier()
+    return exponent
+
+
+@triton.jit
+def _above_the_free(price, b, easy_rows, B: tl.constexpr):
+    """Returns prices as integers in 0..ONE, above that of the donors that stay free.
+
+    Bisects for the price that as many donors do not exceed as stay without a receiver.
+    """
+    cols = tl.arange(0, B)
+    int_price = (tl.minimum(tl.maximum(price, -3.5), 3.5) * ONE).to(tl.int32)
+    low = tl.min(tl.where(cols < b, int_price, FAR), 0)
+    high = tl.max(tl.where(cols < b, int_price, -FAR), 0)
+    free = tl.maximum(b - easy_rows, 1)
+    while low < high:
+        middle = low + (high - low) // 2
+        enough = tl.sum(((int_price <= middle) & (cols < b)).to(tl.int32), 0) >= free
+        low = tl.where(enough, low, middle + 1)
+        high = tl.where(enough, middle, high)
+    return tl.minimum(tl.maximum(int_price - low, 0), ONE)
+
+
+@triton.jit
 def _prices(
     int_gain_ptr, gibbs_ptr, b, easy_rows, B: tl.constexpr, R: tl.constexpr, N: tl.constexpr
 ):
-    """Guesses the dual values of the donors, `B` integers in 0..ONE, by N iterations in each phase.
+    """Guesses the dual values of the donors, `B` integers in 0..ONE.
 
     Maximises gain and entropy (Cuturi, 2013) at falling temperatures: 20, 6, 1.8 and 0.5 % of the
-    mean regret. Lowered until as many prices are 0 as donors stay without a receiver.
+    mean regret.
     """
-    cols = tl.arange(0, B)
     largest = tl.zeros([R, B], tl.int32)
     for first in range(0, b, R):
         int_gain, _ = _load(int_gain_ptr, first, b, B, R)
@@ -118,43 +178,10 @@ def _prices(
     price = tl.max(largest, 0).to(tl.float32) / ONE
     share = tl.full((), 0.2, tl.float32)
     for _phase in range(4):
-        sums = tl.zeros([R, B], tl.float32)
-        for first in range(0, b, R):
-            regret, _, _ = _regrets(int_gain_ptr, price, first, b, B, R)
-            sums += regret
-        heat = tl.maximum(share * tl.sum(sums) / b / b, 1e-30)
+        heat = _write_gibbs(int_gain_ptr, gibbs_ptr, price, share, b, B, R)
+        price -= heat * LN_2 * _donor_factors(gibbs_ptr, b, B, R, N)
         share *= COOLING
-        for first in range(0, b, R):
-            regret, inside, row = _regrets(int_gain_ptr, price, first, b, B, R)
-            # the Gibbs kernel, bounded to the range of float32
-            gibbs = tl.where(inside, tl.exp(tl.maximum(-regret / heat, -40.0)), 0.0)
-            tl.store(gibbs_ptr + row[:, None] * B + cols[None, :], gibbs)
-        tl.debug_barrier()
-        exponent = tl.zeros([B], tl.float32)
-        for _ in range(N):
-            factor = tl.exp2(exponent)
-            wanted = tl.zeros([R, B], tl.float32)
-            for first in range(0, b, R):
-                row = first + tl.arange(0, R)
-                gibbs = tl.load(gibbs_ptr + row[:, None] * B + cols[None, :])
-                total = tl.sum(gibbs * factor[None, :], 1)
-                weight = tl.where(row < b, 1.0 / tl.where(row < b, total, 1.0), 0.0)
-                wanted += gibbs * weight[:, None]
-            step = -tl.log2(tl.sum(wanted, 0)) - exponent
-            exponent += OVERRELAXED * step
-            exponent = tl.minimum(tl.maximum(exponent, -LARGEST_EXPONENT), LARGEST_EXPONENT)
-        price -= heat * LN_2 * exponent
-        tl.debug_barrier()
-    int_price = (tl.minimum(tl.maximum(price, -3.5), 3.5) * ONE).to(tl.int32)
-    low = tl.min(tl.where(cols < b, int_price, FAR), 0)
-    high = tl.max(tl.where(cols < b, int_price, -FAR), 0)
-    free = tl.maximum(b - easy_rows, 1)
-    while low < high:  # bisects for the price that `free` donors do not exceed
-        middle = low + (high - low) // 2
-        enough = tl.sum(((int_price <= middle) & (cols < b)).to(tl.int32), 0) >= free
-        low = tl.where(enough, low, middle + 1)
-        high = tl.where(enough, middle, high)
-    return tl.minimum(tl.maximum(int_price - low, 0), ONE)
+    return _above_the_free(price, b, easy_rows, B)
 
 
 @triton.jit
