@@ -14,7 +14,7 @@ from tokenmixup.contexts import without_autocast
 
 HALF = (torch.float16, torch.bfloat16)
 # What the kernel holds of one head's keys: 64 KiB. In elements, keys x width, each of them rounded
-# up to a power of two
+# up to a power of two, 16 or more
 HELD_KEYS = 2**15
 WHOLE = 2**26  # weights of a map that is formed as a whole: 256 MiB in float32
 
@@ -102,9 +102,8 @@ def _has_kernel(q: Tensor, k: Tensor) -> bool:
     """Whether one kernel takes these: float16 or bf16, `b h q e`, and a head's keys fit into it."""
     if not (q.is_cuda and HAS_TRITON and q.ndim == 4 and q.shape[:2] == k.shape[:2]):
         return False
-    keys = math.ceil(math.log2(k.shape[2]))
-    width = math.ceil(math.log2(k.shape[3]))
-    return q.dtype in HALF and 2 ** (keys + width) <= HELD_KEYS
+    exponents = [max(4, math.ceil(math.log2(size))) for size in k.shape[2:]]  # of 16 or more
+    return q.dtype in HALF and 2 ** sum(exponents) <= HELD_KEYS
 
 
 @torch.library.custom_op("tokenmixup::received", mutates_args=())

@@ -77,7 +77,7 @@ class BlockInput:
     kwargs: Mapping[str, Any]
     plan: Plan  # of the block
     input_gradient: Tensor | None = None  # b h w, its magnitude
-    grid: tuple[int, int] | None = None  # rows and columns of patches, if known
+    grid: tuple[int, int] | None = None  # rows and columns of the spatial tokens, if known
     sight: Sight = field(default_factory=Sight)  # of the block, once it is proved
     # the names of the blocks whose map was read; copies by `with_tokens` share this list
     watched: list[str] = field(default_factory=list)
@@ -109,6 +109,10 @@ class BlockInput:
     def num_tokens(self) -> int:
         """The number of the tokens, with prefix."""
         return self.tokens.shape[1:-1].numel()
+
+    @property
+    def num_spatial_tokens(self) -> int:
+        return self.num_tokens - self.adapter.num_prefix_tokens
 
     def with_tokens(self, x: Tensor) -> "BlockInput":
         """Returns a copy with other tokens, of the shape of its own or `b n d`."""

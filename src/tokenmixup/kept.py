@@ -63,8 +63,7 @@ def _used_by(x: Any) -> Held | None:
     elif kind is np.random.Generator:
         used = {"bits": x.bit_generator}
     elif isinstance(x, nn.Module):
-        used = {each.__name__: each for each in kind.__mro__}
-        used["self"] = vars(x)
+        used = {"classes": kind.__mro__, "self": vars(x)}
     elif isinstance(x, type) and not _is_foreign(x):
         used = dict(vars(x))
     return used
@@ -109,7 +108,7 @@ def _put_back(x: Any, held: Held) -> None:
         for name in vars(x).keys() - held.keys():
             delattr(x, name)
         for name, value in held.items():
-            if vars(x)[name] is not value:
+            if vars(x).get(name) is not value:
                 setattr(x, name, value)
 
 
@@ -168,9 +167,13 @@ def _is_alike(one: Any, other: Any) -> bool:
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return bool(one == other)
+    if torch.equal(one, other):
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype or not one.is_floating_point():
+        return False
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @contextmanager

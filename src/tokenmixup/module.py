@@ -58,7 +58,14 @@ from tokenmixup.output import Output
 from tokenmixup.passes import Pass, run_in_pass
 from tokenmixup.prove import Sights, are_proved, can_run_apart, check_parts, mode_of, state_of
 from tokenmixup.rules import rules_of
-from tokenmixup.saliency import Detector, by_attention, detector_of, input_gradient, takes_gradient
+from tokenmixup.saliency import (
+    Detector,
+    by_attention,
+    detector_of,
+    input_gradient,
+    reads_map,
+    takes_gradient,
+)
 from tokenmixup.scorenet import ScoreNet
 from tokenmixup.settings import HTM, VTM, ManifoldMixup, built
 
@@ -133,16 +140,16 @@ class TokenMixup(nn.Module):
         self.checkpoint_blocks = checkpoint_blocks
         self.rules = PAPER
         self.detect: Detector = by_attention
-        self._mixing = Mixing(manifold=self.manifold_mixup)  # empty after `stop_mixing`
         if self.htm is not None:
             self.htm = self.htm.for_classes(num_classes)  # `tau=auto` becomes a number
             self.rules = rules_of(self.htm)
             self.detect = detector_of(self.htm)
-            self._mixing.htm = self.htm.by_layer
-        if self.vtm is not None:
-            self._mixing.vtm = self.vtm.by_layer
+        self._mixing = Mixing(  # empty after `stop_mixing`
+            htm={} if self.htm is None else self.htm.by_layer,
+            vtm={} if self.vtm is None else self.vtm.by_layer,
+            manifold=self.manifold_mixup,
+        )
         self._given_adapter = adapter
-        self._configured_detect = self.detect
         self.adapter = adapter or adapter_of(model)
         self._settled = NOTHING
         self._sights: Sights = {}  # in the present mode of training
@@ -214,6 +221,7 @@ class TokenMixup(nn.Module):
             rules=self.rules,
             sights=self._sights,
             targets=targets,
+            image_size=images.shape[2:],
             input_gradient=input_gradient,
             manifold=manifold,
         )
@@ -233,8 +241,8 @@ class TokenMixup(nn.Module):
         check_batch(images, targets, self.num_classes)
         if self._mixing.touched() or self.checkpoint_blocks:
             self._look_up()
-        mode = mode_of(self._settled.parts, images)
-        self._sights = self._settled.sights.setdefault(mode, {})
+            mode = mode_of(self._settled.parts, images)
+            self._sights = self._settled.sights.setdefault(mode, {})
         gradient = self._input_gradient(images, targets)
         manifold = None
         if self._mixing.manifold is not None:
@@ -255,12 +263,12 @@ class TokenMixup(nn.Module):
         parts = [part for index in touched for part in blocks[index].modules()]
         embedding = patch_embed_of(self.model, adapter) if touched else None
         device = next(self.model.parameters()).device
-        seen = [type(self), adapter, self._mixing, self.detect, device, *state_of(parts)]
+        seen = [type(self), adapter, self.detect, self.checkpoint_blocks, device, *state_of(parts)]
         for module in (self.model, *blocks, embedding):  # FSDP changes types
             seen += [module, type(module), getattr(module, "forward", None)]
         if seen == self._settled.seen:  # keeps the plans, whose identity torch.compile guards
             return
-        check_needs(self._mixing, self.model, adapter, is_whole=not is_sharded(self))
+        check_needs(self._mixing, self.detect, self.model, adapter, is_whole=not is_sharded(self))
         self.adapter = adapter
         can_run = can_run_apart(self.model, device)
         plans = {index: self._plan(index, blocks, can_run) for index in touched}
@@ -286,11 +294,8 @@ class TokenMixup(nn.Module):
         htm = self._mixing.htm.get(index)
         vtm = self._mixing.vtm.get(index)
         is_source = index < max(self._mixing.vtm, default=0)
-        # a user's own is not tried out
-        is_named = self.htm is not None and isinstance(self.htm.detector, str)
-        is_ours = is_named and self.detect is self._configured_detect
-        tried: Detector | None = None
-        if htm is not None and is_ours and not takes_gradient(self.detect):
+        tried: Detector | None = None  # a user's own is not
+        if htm is not None and reads_map(self.detect):
             tried = self.detect
         elif is_source or vtm is not None:
             tried = by_attention
@@ -390,16 +395,15 @@ def check_batch(images: Any, targets: Any, num_classes: int) -> None:
         raise TypeError("training needs module(images, targets) with targets b c")
     if not isinstance(images, Tensor) or images.ndim != 4:
         raise ValueError("TokenMixup mixes images of one size, as a tensor b 3 h w")
-    shape = (len(images), num_classes)
-    # a type never equals `shape`, and is named
-    found = targets.shape if isinstance(targets, Tensor) else type(targets)
+    shape = [len(images), num_classes]
+    found = list(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
     if found != shape or not len(images):
         must = f"must be probabilities b c of at least one image, here {shape}"
         raise ValueError(f"targets {found}: {must}, such as F.one_hot(classes, c)")
-    if targets.device.type != "cpu":  # to read the values would be to wait for the GPU
-        return
     if targets.layout != torch.strided or images.layout != torch.strided:
         raise ValueError("images and targets: must be dense tensors, such as targets.to_dense()")
+    if targets.device.type != "cpu":  # to read the values would be to wait for the GPU
+        return
     sums = targets.sum(dim=1, dtype=torch.float32)
     sums_to_1 = (sums - 1).abs() < SUM_ROUNDING  # false for nan
     are_good = sums_to_1 & (targets >= 0).all(dim=1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from tokenmixup.adapters import Adapter, has_class_token, width_of
-from tokenmixup.rules import rule_of
+from tokenmixup.block import Detector
 from tokenmixup.saliency import takes_gradient
 from tokenmixup.settings import HTM, VTM, ManifoldMixup
 
@@ -49,8 +49,10 @@ def check_layers(
         raise ValueError(f"htm.layer={list(mixing.htm)}: must lie in one stage of {kind}")
 
 
-def check_needs(mixing: Mixing, model: nn.Module, adapter: Adapter, is_whole: bool) -> None:
-    """Raises ValueError for a setting that the blocks cannot serve.
+def check_needs(
+    mixing: Mixing, detect: Detector, model: nn.Module, adapter: Adapter, is_whole: bool
+) -> None:
+    """Raises ValueError for a setting, or HTM's detector, that the blocks cannot serve.
 
     `is_whole`: FSDP does not hold the parameters, which it gathers for one pass.
     """
@@ -70,18 +72,20 @@ def check_needs(mixing: Mixing, model: nn.Module, adapter: Adapter, is_whole: bo
     for htm in mixing.htm.values():
         if htm.pooling == "class_token":
             need("htm.pooling=class_token", "a class token in the blocks", has_token)
-        if takes_gradient(rule_of(htm, "detector")):
-            detector = f"detector={getattr(htm.detector, '__name__', htm.detector)}"
-            key = f"htm.{detector}"
-            need(key, "tokens row by row", adapter.in_rows)
-            need(key, "parameters without FSDP", is_whole)
-            if len(mixing.htm) > 1:
-                reason = "whose saliency is that of the unmixed batch"
-                must = f"must be one layer with {detector}, {reason}"
-                raise ValueError(f"htm.layer={list(mixing.htm)}: {must}")
         if htm.rollout_steps:
             key = f"htm.rollout_steps={htm.rollout_steps}"
             shares_rope = not any(getattr(model, name, False) for name in OWN_ROPE)
             need(key, "attention over all tokens", over_all)
             need(key, "blocks that share their rotary positions", shares_rope)
             need(key, "parameters without FSDP", is_whole)
+    if mixing.htm and takes_gradient(detect):
+        detector = f"detector={getattr(detect, '__name__', detect)}".replace("=by_", "=")
+        need(f"htm.{detector}", "tokens row by row", adapter.in_rows)
+        need(f"htm.{detector}", "parameters without FSDP", is_whole)
+        layers = [*mixing.htm]
+        reason = f"with {detector}, whose saliency is that of the unmixed batch"
+        if len(layers) > 1:
+            raise ValueError(f"htm.layer={layers}: must be one layer {reason}")
+        if mixing.manifold is not None and min(mixing.manifold.layers) <= layers[0]:
+            must = f"must be above htm.layer={layers[0]} {reason}"
+            raise ValueError(f"manifold_mixup.layers={list(mixing.manifold.layers)}: {must}")

@@ -24,7 +24,7 @@ from tokenmixup.manifold import ManifoldMix
 from tokenmixup.output import Output, output_of
 from tokenmixup.prove import Sights, proved
 from tokenmixup.rules import in_published_order
-from tokenmixup.saliency import by_attention, grid_of, saliency_of_map
+from tokenmixup.saliency import by_attention, saliency_of_map, square_grid
 from tokenmixup.scorenet import ScoreNet, difficulty
 from tokenmixup.vertical import Source, memory_of
 from tokenmixup.watch import OWN_CHECKPOINTING, STILL_NEEDED, Autograd, autograd_now
@@ -39,6 +39,7 @@ class Pass:
     rules: Rules
     sights: Sights
     targets: Tensor  # b c, as mixed so far
+    image_size: torch.Size  # h w
     input_gradient: Tensor | None  # b h w, its magnitude
     manifold: ManifoldMix | None
     num_patches: int | None = None  # of the patch embedding's output
@@ -74,23 +75,29 @@ class Pass:
             width = self._scorenet(plan).head.in_features
         check_tokens(plan, args, len(self.targets), width)
         x: Tensor = args[0]
-        grid = self.grid
-        if x.ndim == 4:
-            grid = (x.shape[1], x.shape[2])
+        self._check_count(plan, x.shape[1:-1].numel())
         entry = BlockInput(
             args=args,
             kwargs=kwargs,
             plan=plan,
             input_gradient=self.input_gradient,
-            grid=grid,
+            grid=self._grid(plan, x),
         )
-        self._check_count(plan, entry.num_tokens)
         self._check_sources(plan, entry)
         entry = proved(self.sights, entry)
         if self.manifold is None or self.manifold.layer != plan.index:
             return entry
         self.targets = self.manifold(self.targets)
         return entry.with_tokens(self.manifold(x))
+
+    def _grid(self, plan: Plan, x: Tensor) -> tuple[int, int] | None:
+        """Returns rows and columns of the spatial tokens among the tokens of a block, if known."""
+        if x.ndim == 4:
+            return (x.shape[1], x.shape[2])
+        adapter = plan.adapter
+        if self.grid is not None or not (adapter.square_patches and adapter.in_rows):
+            return self.grid
+        return square_grid(x.shape[1] - adapter.num_prefix_tokens, *self.image_size)
 
     def _scorenet(self, plan: Plan) -> ScoreNet:
         return cast(ScoreNet, self.scorenets[str(plan.index)])
@@ -112,10 +119,9 @@ class Pass:
         if not plan.adapter.attends_to_all:
             return
         num_prefix_tokens = plan.adapter.num_prefix_tokens
-        patches = self.num_patches
-        if patches is None:  # not known
-            patches = n - num_prefix_tokens
-        if n != num_prefix_tokens + patches or patches < 1:
+        spatial = n - num_prefix_tokens
+        patches = spatial if self.num_patches is None else self.num_patches
+        if spatial != patches or spatial < 1:
             must = f"must get {num_prefix_tokens} more, which come first ({num_prefix_tokens=})"
             raise ValueError(f"{plan.name} gets {n} tokens for {patches} patches, but {must}")
 
@@ -155,7 +161,7 @@ class Pass:
             tau=cast(float, htm.tau),
             rho=htm.rho_for(saliency.shape[1]),
             rules=self.rules,
-            grid=grid_of(entry, saliency.shape[1]),
+            grid=entry.grid,
         )
         self.layers.append(mix._replace(layer=plan.index, score_logits=score_logits))
         if htm.order == "published":  # VTM goes on choosing by the saliency before mixing
@@ -175,9 +181,8 @@ class Pass:
         vtm_saliency = None
         if plan.is_source:
             vtm_saliency = saliency if plan.detect is by_attention else by_attention(entry)
-        t = entry.num_tokens - plan.adapter.num_prefix_tokens
         found = list(saliency.shape)
-        expected = [len(self.targets), t]
+        expected = [len(self.targets), entry.num_spatial_tokens]
         if found != expected:
             must = f"must be samples x spatial tokens, {expected}"
             raise ValueError(f"{plan.name}: its saliency is {found}, {must}")
@@ -232,11 +237,12 @@ class Pass:
 
 
 def version_of(x: Tensor) -> int:
-    """Counts what has been done to a tensor in place; a compiler's tensors are not counted.
+    """Counts what has been done to a tensor in place; that of some tensors is not counted.
 
-    A compiled module is first run without the compiler, to prove its blocks.
+    Neither in inference mode, nor by a compiler: before it a module is run without, to prove its
+    blocks.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or x.is_inference():
         return 0
     return x._version
 

@@ -6,7 +6,6 @@ Letters: b batch, h heads, n tokens with prefix, t spatial tokens; of an image h
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import isqrt
 from typing import Any
 
 import torch
@@ -81,14 +80,19 @@ def gradient_saliency(
     does not have `num_tokens` cells.
     """
     height, width = gradient.shape[1:]
-    if grid is None:
-        rows = max(1, round((num_tokens * height / width) ** 0.5))
-        grid = (rows, num_tokens // rows)
-    rows, columns = grid
-    if rows * columns != num_tokens:
+    grid = grid or square_grid(num_tokens, height, width)
+    if grid is None or grid[0] * grid[1] != num_tokens:
         raise ValueError(f"{num_tokens} tokens form no grid over an image of {height} x {width}")
-    pooled = F.adaptive_avg_pool2d(gradient[:, None], (rows, columns)).flatten(1)
+    pooled = F.adaptive_avg_pool2d(gradient[:, None], grid).flatten(1)
     return pooled / pooled.sum(dim=1, keepdim=True).clamp(min=torch.finfo(pooled.dtype).tiny)
+
+
+def square_grid(num_tokens: int, height: int, width: int) -> tuple[int, int] | None:
+    """Returns rows and columns of square patches over an image, None if they do not cover it."""
+    rows = max(1, round((num_tokens * height / width) ** 0.5))
+    if num_tokens % rows:
+        return None
+    return (rows, num_tokens // rows)
 
 
 def by_attention(entry: BlockInput, class_token: bool | None = None) -> Tensor:
@@ -136,24 +140,15 @@ def _to_sum_1(saliency: Tensor) -> Tensor:
 by_mean_attention = partial(by_attention, class_token=False)
 
 
-def grid_of(entry: BlockInput, num_tokens: int) -> tuple[int, int] | None:
-    """Returns rows and columns of the spatial tokens, if the model or its adapter tells them."""
-    side = isqrt(num_tokens)
-    if entry.grid is None and entry.adapter.square_patches and side**2 == num_tokens:
-        return (side, side)
-    return entry.grid
-
-
 def by_gradient(entry: BlockInput) -> Tensor:
     """Saliency by the gradient of the loss with respect to the image."""
     assert entry.input_gradient is not None  # computed before the forward pass
-    if entry.grid is None and not entry.adapter.square_patches:
+    if entry.grid is None:
         raise ValueError(
             "htm.detector=gradient: the grid of the patches is not known; "
-            "Adapter needs patch_embed, or square_patches=True"
+            "Adapter needs patch_embed, or square_patches=True of patches that cover the image"
         )
-    num_tokens = entry.num_tokens - entry.adapter.num_prefix_tokens
-    return gradient_saliency(entry.input_gradient, num_tokens, entry.grid)
+    return gradient_saliency(entry.input_gradient, entry.num_spatial_tokens, entry.grid)
 
 
 setattr(by_gradient, "takes_gradient", True)
@@ -188,3 +183,9 @@ def detector_of(htm: HTM) -> Detector:
 def takes_gradient(detector: Any) -> bool:
     """Whether a detector states that it needs the input gradient, of the unmixed batch."""
     return getattr(detector, "takes_gradient", False)
+
+
+def reads_map(detector: Any) -> bool:
+    """Whether it is one of ours that reads the attention map of the block."""
+    function = detector.func if isinstance(detector, partial) else detector
+    return function in (by_attention, by_rollout)

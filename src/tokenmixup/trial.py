@@ -181,7 +181,7 @@ class Trial:
     def proved(self) -> Sight:
         """Tries out all properties.
 
-        In evaluation, if the block draws from somewhere unknown: no two of its runs are alike.
+        In evaluation, if the block draws from somewhere unknown, so that its runs differ.
         """
         try:
             return self.proved_in_its_mode()
@@ -287,7 +287,7 @@ class Trial:
     def leaves_the_same(self, to_end: bool) -> None:
         """Refuses first runs after which its own leaves something else than alone."""
         self.entry.sight = self.entry.sight._replace(to_end=to_end, generators=())
-        changed = self.left_by("on a memory", self.first_runs)
+        changed = self.left_by("as far as its attention", self.first_runs)
         holders = [self.kept.found[key].x for key, _ in changed]
         drawn = tuple(x for x in holders if type(x) in GENERATORS)
         self.entry.sight = self.entry.sight._replace(generators=drawn)
@@ -297,7 +297,7 @@ class Trial:
             found = self.kept.found[key]
             ends = [left.get((key, name), found.held.get(name)) for left in (once, again)]
             if not ends_alike(*ends):
-                where = f"{found.name}.{name}"
+                where = f"{getattr(found.x, '__name__', found.name)}.{name}"
                 self.refuse(f"changes {where} in front of its attention, {RUNS_TWICE}")
 
     def left_by(self, how: str, *runs: Callable[[], Any]) -> Left:

@@ -200,11 +200,11 @@ def _fused(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Attends as scaled_dot_product_attention, to a memory as well."""
-    if is_causal:
-        raise Refused(f"{watching.name} attends causally, which TokenMixup does not support")
     options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
     if not watching.is_map(query.shape[:-1] + key.shape[-2:-1]):  # b .. q k
-        return FUSED(query, key, value, attn_mask, **options)
+        return FUSED(query, key, value, attn_mask, is_causal=is_causal, **options)
+    if is_causal:
+        raise Refused(f"{watching.name} attends causally, which TokenMixup does not support")
     if attn_mask is not None:
         missing = query.ndim - attn_mask.ndim
         attn_mask = attn_mask[(None,) * missing]  # b|1 .. q k, as many dimensions as the query

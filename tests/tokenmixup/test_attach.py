@@ -28,6 +28,8 @@ from tests.conftest import (
     small_vit_lite,
 )
 from tokenmixup import HTM, VTM, attach, training_loss
+from tokenmixup.horizontal import gaining_tokens
+from tokenmixup.saliency import by_gradient
 
 INF = math.inf
 ALL: dict[str, Any] = {"tau": INF, "rho": 0.002}  # every sample is mixed
@@ -469,3 +471,40 @@ def test_logits_of_another_number_of_classes_are_refused(images):
     module = attach(model, CLASSES + 2, htm={"layer": 1}).train()
     with refused(rf"\[6, {CLASSES}\]"):
         module(images, torch.eye(CLASSES + 2)[:6])
+
+
+# What is changed after `attach`
+
+
+def test_a_detector_put_in_later_is_checked_like_a_configured_one(images, targets):
+    module = attached(htm={"layer": [1, 2], **ALL})
+    module.detect = by_gradient
+    with refused(r"htm.layer=\[1, 2\]: must be one layer with detector=gradient"):
+        module(images, targets)
+
+
+def test_gradient_checkpointing_may_be_chosen_later(images, targets):
+    module = attached(htm={"layer": 1, **ALL})
+    runs = runs_of([module.model.blocks[3].norm1])
+    for checkpoint_blocks, expected in ((False, 1), (True, 3)):
+        module.checkpoint_blocks = checkpoint_blocks
+        training_loss(module(images, targets)).backward()
+        assert runs == [expected]
+
+
+def test_pairs_are_found_in_inference_mode_too(images, targets):
+    with torch.inference_mode():
+        found = attached(**BOTH).mixed_pairs(images, targets)
+    assert torch.equal(found.donor, attached(**BOTH).mixed_pairs(images, targets).donor)
+
+
+def test_rules_get_the_grid_of_an_oblong_image(targets):
+    grids = []
+
+    def noting(samples: Any) -> Tensor:
+        grids.append(samples.grid)
+        return gaining_tokens(samples)
+
+    module = attached(small_vit(img_size=(16, 64)), htm={"layer": 1, "mask_rule": noting})
+    module(torch.randn(len(targets), 3, 16, 64), targets)
+    assert {*grids} == {(2, 8)}

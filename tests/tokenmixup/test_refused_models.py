@@ -90,6 +90,10 @@ def test_numbers_of_numpy_are_those_of_python():
             "htm.layer=[1, 2]: must be one layer with detector=gradient, whose saliency",
             {"htm": {"layer": [1, 2], "detector": "gradient"}},
         ),
+        (
+            "manifold_mixup.layers=[1]: must be above htm.layer=1 with detector=gradient",
+            {"htm": {"layer": 1, "detector": "gradient"}, "manifold_mixup": {"layers": [1]}},
+        ),
         ("htm.rollout_steps=1", {"htm": {"layer": 1, "rollout_steps": 1, "detector": "random"}}),
         ("htm.layer + htm.rollout_steps=4", {"htm": {"layer": 2, "rollout_steps": 2}}),
         ("vtm.kappa", {"vtm": {"layer": [1, 2], "kappa": [3, 0]}}),
