@@ -253,14 +253,12 @@ def _own_way(model: Any, adapter: Adapter) -> str | None:
             return "way to pool (global_pool='')"
         return None
     names_prefix = hasattr(model, "num_prefix_tokens") or hasattr(model, "blocks_token_only")
-    own = None
     if names_prefix or adapter.num_prefix_tokens > 0:
-        return own
-    if patch_embed_of(model, adapter) is None:  # which would tell how many tokens are patches
-        own = "way to make tokens (no patch_embed)"
+        return None
     if has_class_token(model):
-        own = "class token"
-    return own
+        return "class token"
+    tells_patches = patch_embed_of(model, adapter) is not None  # by how many tokens it returns
+    return None if tells_patches else "way to make tokens (no patch_embed)"
 
 
 def check_unwrapped(model: Any) -> None:

@@ -5,6 +5,7 @@ of an image h w.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from tokenmixup.watch import (
 Forward = Callable[..., Any]  # of a module, which has arguments and output of its own
 
 
-class Part(NamedTuple):
+class PlainModule(NamedTuple):
     """A module, and its own `forward`, whatever stands in for that during a pass."""
 
     module: nn.Module
@@ -51,7 +52,7 @@ class Plan:
 
     index: int
     name: str
-    parts: Sequence[Part]  # this block and those after it
+    blocks: Sequence[PlainModule]  # this block and those after it
     adapter: Adapter
     htm: HTM | None
     detect: "Detector"  # HTM's
@@ -61,12 +62,12 @@ class Plan:
 
     @property
     def block(self) -> nn.Module:
-        return self.parts[0].module
+        return self.blocks[0].module
 
     @property
     def forward(self) -> Forward:
         """The block's own."""
-        return self.parts[0].forward
+        return self.blocks[0].forward
 
 
 @dataclass(eq=False)
@@ -138,7 +139,7 @@ class BlockInput:
 Detector = Callable[[BlockInput], Tensor]  # saliency, b t
 
 
-def check_tokens(plan: Plan, args: tuple[Any, ...], b: int, width: int | None = None) -> None:
+def check_input(plan: Plan, args: tuple[Any, ...], b: int, width: int | None = None) -> None:
     """Raises ValueError unless the first argument of a block is tokens."""
     x = args[0] if args else None
     shape = list(x.shape) if isinstance(x, Tensor) else []
@@ -171,11 +172,8 @@ def run_watched(
 def run_to_attention(entry: BlockInput, of_memory: bool = False) -> Watching:
     """Runs a block as far as its attention, or to its end if its proof asks for that."""
     watching = entry.watching(keeps_map=not of_memory, ends=True, of_memory=of_memory)
-    try:
-        with watching:
-            entry.run()
-    except MapSeen:
-        pass
+    with suppress(MapSeen), watching:
+        entry.run()
     return watching
 
 
@@ -208,8 +206,8 @@ def attended_of_memory(entry: BlockInput, memory: Memory) -> AttendedMemory:
             raise Refused(f"{entry.name} gets rope={type(rope).__name__}: {must}")
         kwargs = {**kwargs, "rope": _rope_at(rope, indices, prefix)}
     generators = entry.sight.generators
-    # of other calls that the proof has seen, none has the shape of a memory's map
-    sight = entry.sight._replace(call=1, maps=1)
+    # in a run over m tokens only the attention has their number as its size
+    sight = entry.sight._replace(nth_map=1, num_maps=1)
     alone = replace(entry, args=(tokens, *entry.args[1:]), kwargs=kwargs, sight=sight)
     if not generators:
         keys, values = attended_of(alone, of_memory=True)
@@ -237,7 +235,7 @@ def _rope_at(rope: Tensor, indices: Tensor, num_prefix_tokens: int) -> Tensor:
     return of_tokens.take_along_dim(indices[:, None, :, None], dim=2)
 
 
-def checked_tokens(entry: BlockInput, out: Any) -> Tensor:
+def returned_tokens(entry: BlockInput, out: Any) -> Tensor:
     """Returns the tokens in `out`, which a block has returned.
 
     Raises Refused unless they are `out`, or the first of a tuple or list and the only tensor of

@@ -105,10 +105,10 @@ def mix_horizontal(
     `saliency`: `b t`, of the spatial tokens (line 2, Eq. 3). `difficulty`: `b`, in nats (line 1,
     Eq. 1); samples below `tau` are easy. `rho` >= 0: the gain in saliency above which a token is
     replaced. `grid`: rows and columns of the spatial tokens, for rules. Samples stay at their
-    places (line 8). Raises ValueError if `t > n`, the targets are not `b c` or one of the last three
-    rules returns another shape, TypeError if `match` or `choose` returns another type,
-    FloatingPointError if `match` does.
-    Where it does not, so as not to wait for a GPU, saliency that is not finite puts nan in `gain`.
+    places (line 8). Raises ValueError if `t > n`, the targets are not `b c` or a rule but `score`
+    returns another shape, TypeError if donors or mask have another type, FloatingPointError if
+    `rules.match` does. Where it does not, so as not to wait for a GPU, saliency that is not finite
+    puts nan in `gain`.
     """
     if targets.ndim != 2 or len(targets) != len(tokens):
         raise ValueError(f"targets {[*targets.shape]}: must be probabilities b c")

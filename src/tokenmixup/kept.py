@@ -8,7 +8,7 @@ import pickle
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -54,8 +54,9 @@ def _used_by(x: Any) -> Held | None:
         names = {name: x.__globals__.get(name) for name in _names_in(x.__code__)}
         used = {name: value for name, value in names.items() if type(value) in NAMED}
         used["cells and defaults"] = (x.__closure__, x.__defaults__, x.__kwdefaults__)
-    elif kind is CellType and x != CellType():  # else it is empty yet
-        used = {"contents": x.cell_contents}
+    elif kind is CellType:
+        with suppress(ValueError):  # it is empty yet
+            used = {"contents": x.cell_contents}
     elif kind is partial:
         used = {"function": x.func, "args": x.args, "named": x.keywords}
     elif kind is MethodType:
@@ -152,7 +153,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other or (type(one) in (int, float, str) and bool(one == other))
 
 
-def ends_alike(one: Any, other: Any) -> bool:
+def end_alike(one: Any, other: Any) -> bool:
     """Whether two runs have left the same numbers, texts and tensors at the same places."""
     ours, theirs = tree_flatten(one), tree_flatten(other)
     if ours[1] != theirs[1]:

@@ -48,7 +48,7 @@ from tokenmixup.adapters import (
     patch_embed_of,
     width_of,
 )
-from tokenmixup.block import Forward, Part, Plan, plain_forward
+from tokenmixup.block import Forward, PlainModule, Plan, plain_forward
 from tokenmixup.contexts import evaluating
 from tokenmixup.horizontal import PAPER, HorizontalMix
 from tokenmixup.kept import generators_of, unchanged
@@ -56,7 +56,7 @@ from tokenmixup.manifold import ManifoldMix, draw_manifold_mix
 from tokenmixup.needs import Mixing, check_layers, check_needs
 from tokenmixup.output import Output
 from tokenmixup.passes import Pass, run_in_pass
-from tokenmixup.prove import Sights, are_proved, can_run_apart, check_parts, mode_of, state_of
+from tokenmixup.prove import Sights, are_proved, can_run_alone, check_block, mode_of, state_of
 from tokenmixup.rules import rules_of
 from tokenmixup.saliency import (
     Detector,
@@ -85,17 +85,17 @@ class Settled(NamedTuple):
 
     seen: list[Any]
     blocks: list[nn.Module]
-    parts: list[nn.Module]  # of the blocks that something touches
+    modules: list[nn.Module]  # all of the blocks that something touches
     plans: dict[int, Plan]  # by index, of the blocks that something touches
     stand_ins: list[StandIn]
     sights: dict[Any, Sights]  # by the mode of training
 
 
-NOTHING = Settled(seen=[], blocks=[], parts=[], plans={}, stand_ins=[], sights={})
+NOTHING = Settled(seen=[], blocks=[], modules=[], plans={}, stand_ins=[], sights={})
 
 
 class Begun(NamedTuple):
-    """What is settled before a pass runs."""
+    """What is computed, drawn and asked before a pass runs."""
 
     gradient: Tensor | None  # b h w, of the input
     manifold: ManifoldMix | None  # the draws
@@ -235,13 +235,16 @@ class TokenMixup(nn.Module):
 
     @torch.compiler.disable
     def _begin(self, images: Tensor, targets: Any) -> Begun:
-        """Checks a batch, then lets the stand-ins of its pass take over."""
-        if getattr(self, "_is_replica", False):
+        """Checks a batch, and the model if that has changed; computes the input gradient.
+
+        Then draws for manifold mixup, and lets the stand-ins of the pass take over.
+        """
+        if getattr(self, "_is_replica", False):  # torch.nn.DataParallel says so of its copies
             raise ValueError("TokenMixup trains under DistributedDataParallel, not DataParallel")
         check_batch(images, targets, self.num_classes)
         if self._mixing.touched() or self.checkpoint_blocks:
             self._look_up()
-            mode = mode_of(self._settled.parts, images)
+            mode = mode_of(self._settled.modules, images)
             self._sights = self._settled.sights.setdefault(mode, {})
         gradient = self._input_gradient(images, targets)
         manifold = None
@@ -260,20 +263,21 @@ class TokenMixup(nn.Module):
         blocks = blocks_of(self.model, adapter)
         check_layers(self._mixing, self.model, blocks, adapter)
         touched = self._mixing.touched()
-        parts = [part for index in touched for part in blocks[index].modules()]
+        modules = [module for index in touched for module in blocks[index].modules()]
         embedding = patch_embed_of(self.model, adapter) if touched else None
         device = next(self.model.parameters()).device
-        seen = [type(self), adapter, self.detect, self.checkpoint_blocks, device, *state_of(parts)]
+        seen = [type(self), adapter, self.detect, self.checkpoint_blocks, device]
+        seen += state_of(modules)
         for module in (self.model, *blocks, embedding):  # FSDP changes types
             seen += [module, type(module), getattr(module, "forward", None)]
         if seen == self._settled.seen:  # keeps the plans, whose identity torch.compile guards
             return
         check_needs(self._mixing, self.detect, self.model, adapter, is_whole=not is_sharded(self))
         self.adapter = adapter
-        can_run = can_run_apart(self.model, device)
+        can_run = can_run_alone(self.model, device)
         plans = {index: self._plan(index, blocks, can_run) for index in touched}
         stand_ins = self._stand_ins(blocks, plans, embedding)
-        self._settled = Settled(seen, blocks, parts, plans, stand_ins, sights={})
+        self._settled = Settled(seen, blocks, modules, plans, stand_ins, sights={})
 
     def _stand_ins(
         self, blocks: Sequence[nn.Module], plans: Mapping[int, Plan], embedding: nn.Module | None
@@ -286,7 +290,7 @@ class TokenMixup(nn.Module):
             elif self.checkpoint_blocks:
                 runs[block] = partial(checkpoint, plain_forward(block), use_reentrant=False)
         if embedding is not None:
-            part = Part(embedding, plain_forward(embedding))
+            part = PlainModule(embedding, plain_forward(embedding))
             runs[embedding] = partial(run_in_pass, self._running, Pass.embed, part)
         return [StandIn(x, vars(x).get("forward"), run) for x, run in runs.items()]
 
@@ -302,7 +306,7 @@ class TokenMixup(nn.Module):
         plan = Plan(
             index=index,
             name=f"block {index} ({type(blocks[index]).__name__})",
-            parts=[Part(block, plain_forward(block)) for block in blocks[index:]],
+            blocks=[PlainModule(block, plain_forward(block)) for block in blocks[index:]],
             adapter=self.adapter,
             htm=htm,
             detect=self.detect,
@@ -310,7 +314,7 @@ class TokenMixup(nn.Module):
             is_source=is_source,
             tried=tried if can_run else None,
         )
-        check_parts(plan)
+        check_block(plan)
         return plan
 
     def _input_gradient(self, images: Tensor, targets: Tensor) -> Tensor | None:

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from tokenmixup.attention import AttentionMap
 from tokenmixup.block import (
     BlockInput,
-    Part,
+    PlainModule,
     Plan,
-    check_tokens,
-    checked_tokens,
+    check_input,
+    returned_tokens,
     run_watched,
 )
 from tokenmixup.horizontal import HorizontalMix, Rules, mix_horizontal
 from tokenmixup.manifold import ManifoldMix
 from tokenmixup.output import Output, output_of
-from tokenmixup.prove import Sights, proved
+from tokenmixup.prove import Sights, with_sight
 from tokenmixup.rules import in_published_order
 from tokenmixup.saliency import by_attention, saliency_of_map, square_grid
 from tokenmixup.scorenet import ScoreNet, difficulty
@@ -73,7 +73,7 @@ class Pass:
         width = None
         if plan.htm is not None:  # ScoreNet takes one width only
             width = self._scorenet(plan).head.in_features
-        check_tokens(plan, args, len(self.targets), width)
+        check_input(plan, args, len(self.targets), width)
         x: Tensor = args[0]
         self._check_count(plan, x.shape[1:-1].numel())
         entry = BlockInput(
@@ -84,7 +84,7 @@ class Pass:
             grid=self._grid(plan, x),
         )
         self._check_sources(plan, entry)
-        entry = proved(self.sights, entry)
+        entry = with_sight(self.sights, entry)
         if self.manifold is None or self.manifold.layer != plan.index:
             return entry
         self.targets = self.manifold(self.targets)
@@ -167,7 +167,7 @@ class Pass:
         if htm.order == "published":  # VTM goes on choosing by the saliency before mixing
             mix = in_published_order(mix)
         elif vtm_saliency is not None:
-            # a token keeps its saliency in the sample it comes from; the map of the mix is not read
+            # tokens take their saliency along; the map of the mix is not read for it
             vtm_saliency = torch.where(mix.mask, vtm_saliency[mix.donor], vtm_saliency)
         self.targets = mix.targets
         return entry.with_tokens(mix.tokens), vtm_saliency
@@ -178,15 +178,16 @@ class Pass:
         Both are `b t`; VTM's is always by attention.
         """
         saliency = plan.detect(entry)
-        vtm_saliency = None
-        if plan.is_source:
-            vtm_saliency = saliency if plan.detect is by_attention else by_attention(entry)
         found = list(saliency.shape)
         expected = [len(self.targets), entry.num_spatial_tokens]
         if found != expected:
             must = f"must be samples x spatial tokens, {expected}"
             raise ValueError(f"{plan.name}: its saliency is {found}, {must}")
-        return saliency, vtm_saliency
+        if not plan.is_source:
+            return saliency, None
+        if plan.detect is by_attention:
+            return saliency, saliency
+        return saliency, by_attention(entry)
 
     def _run(
         self, plan: Plan, entry: BlockInput, keeps_map: bool
@@ -198,18 +199,19 @@ class Pass:
         memory = None
         if plan.vtm is not None:
             memory = memory_of(self.sources, plan.vtm, plan.adapter.num_prefix_tokens)
-        # also after a detector: its run ended at the first map, so only this one can find a second
-        reads_map = plan.is_source or plan.vtm is not None or bool(entry.watched)
-        if not reads_map or plan.adapter.saliency is not None:
+        is_watched = plan.is_source or plan.vtm is not None
+        if entry.watched:  # by a detector, whose run ended at the first map: is there a second?
+            is_watched = True
+        if not is_watched or plan.adapter.saliency is not None:
             out = entry.run()
-            checked_tokens(entry, out)
+            returned_tokens(entry, out)
             return out, None
         out, watching = run_watched(entry, memory, keeps_map)
         watching.check()
-        checked_tokens(entry, out)
-        return out, watching.map
+        returned_tokens(entry, out)
+        return out, watching.kept
 
-    def embed(self, embedding: Part, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def embed(self, embedding: PlainModule, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs the patch embedding; keeps number and grid of the patches."""
         out = embedding.forward(*args, **kwargs)
         if not isinstance(out, Tensor) or out.ndim not in (3, 4):

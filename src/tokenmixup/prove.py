@@ -26,8 +26,8 @@ COMPILED = "compiled, it gets arguments for which it is not proved: train an unc
 Sights = dict[Any, Sight]
 
 
-def proved(sights: Sights, entry: BlockInput) -> BlockInput:
-    """Returns the input of a block with what is known of it, which is proved if that is due."""
+def with_sight(sights: Sights, entry: BlockInput) -> BlockInput:
+    """Returns the input of a block with what its proof has found out; a new kind is proved now."""
     plan = entry.plan
     if plan.tried is None:
         return entry
@@ -45,10 +45,10 @@ def are_proved(plans: Mapping[int, Plan], sights: Sights) -> bool:
     return all(index in known for index, plan in plans.items() if plan.tried is not None)
 
 
-def can_run_apart(model: nn.Module, device: torch.device) -> bool:
+def can_run_alone(model: nn.Module, device: torch.device) -> bool:
     """Whether blocks can be run by themselves: not on a meta device, nor under FSDP.
 
-    FSDP gathers their parameters for one pass of the whole model.
+    FSDP gathers their parameters for one pass of the whole model; a warning tells it.
     """
     if is_sharded(model):
         warnings.warn(NOT_PROVED, stacklevel=2)
@@ -56,13 +56,13 @@ def can_run_apart(model: nn.Module, device: torch.device) -> bool:
     return device.type != "meta"
 
 
-def state_of(parts: Sequence[nn.Module]) -> list[Any]:
-    """Returns what a proof holds for: any part of a block may be replaced at any time."""
+def state_of(modules: Sequence[nn.Module]) -> list[Any]:
+    """Returns what a proof holds for: any module of a block may be replaced at any time."""
     state: list[Any] = []
-    for part in parts:
-        state += [part, type(part), part.forward]
-        state += part._forward_pre_hooks.values()
-        state += part._forward_hooks.values()
+    for module in modules:
+        state += [module, type(module), module.forward]
+        state += module._forward_pre_hooks.values()
+        state += module._forward_hooks.values()
     return state
 
 
@@ -79,15 +79,18 @@ def kinds_of(given: Any) -> Any:
     return type(given)
 
 
-def mode_of(parts: Sequence[nn.Module], images: Tensor) -> Any:
-    """Returns how blocks are to train."""
-    modes = tuple(part.training for part in parts)
+def mode_of(modules: Sequence[nn.Module], images: Tensor) -> Any:
+    """Returns how the modules of blocks are to train."""
+    modes = tuple(module.training for module in modules)
     is_single = len(images) == 1  # there are no others, of which it could be independent
     return modes, is_single, torch.is_grad_enabled(), dtype_of(images)
 
 
-def check_parts(plan: Plan) -> None:
-    """Raises ValueError for a scripted block, and for a batch norm in a block of HTM or VTM."""
+def check_block(plan: Plan) -> None:
+    """Raises ValueError for a block that is scripted or has a lazy layer.
+
+    And for a batch norm in a block of HTM or VTM.
+    """
     if isinstance(plan.block, torch.jit.ScriptModule):
         raise ValueError(f"{plan.name} is TorchScript, whose attention nobody sees")
     if any(map(is_lazy, plan.block.parameters())):

@@ -16,7 +16,7 @@ from tokenmixup.attention import AttentionMap
 from tokenmixup.block import (
     BlockInput,
     Detector,
-    checked_tokens,
+    returned_tokens,
     run_to_attention,
     run_watched,
 )
@@ -162,13 +162,13 @@ def by_rollout(steps: int, entry: BlockInput) -> Tensor:
     adapter = plan.adapter
     maps = []
     for step in range(steps + 1):
-        of_step = replace(plan, name=f"{plan.name} + {step}", parts=plan.parts[step:])
+        of_step = replace(plan, name=f"{plan.name} + {step}", blocks=plan.blocks[step:])
         entry = replace(entry, plan=of_step)
         with evaluating(entry.block):
             out, watching = run_watched(entry)
         maps.append(watching.kept_map().probabilities())
         # what is proved of the first block is no other's
-        entry = replace(entry.with_tokens(checked_tokens(entry, out)), sight=Sight())
+        entry = replace(entry.with_tokens(returned_tokens(entry, out)), sight=Sight())
     return rollout_saliency(maps, adapter.num_prefix_tokens, adapter.reads_class_token)
 
 

@@ -30,11 +30,11 @@ from tokenmixup.block import (
     Plan,
     attended_of,
     attended_of_memory,
-    checked_tokens,
+    returned_tokens,
     run_watched,
 )
 from tokenmixup.contexts import evaluating
-from tokenmixup.kept import GENERATORS, Kept, Left, ends_alike, generators_of, unchanged
+from tokenmixup.kept import GENERATORS, Kept, Left, end_alike, generators_of, unchanged
 from tokenmixup.vertical import Memory
 from tokenmixup.watch import MUST_BE_ONE, STILL_NEEDED, Refused, Sight, at_places
 
@@ -67,7 +67,7 @@ def prove_block(plan: Plan, entry: BlockInput) -> Sight:
                 generator.manual_seed(0)  # what is proved is no matter of chance
         torch.clear_autocast_cache()  # of parameters, which are drawn now
         _draw_parameters(plan.block)
-        sight = Trial(plan, entry).proved()
+        sight = Trial(plan, entry).prove()
     torch.clear_autocast_cache()
     return sight
 
@@ -111,9 +111,9 @@ def _is_of_tokens(before: Tensor, after: Tensor, is_new: Tensor) -> bool:
 def _change_of_scores(before: Tensor, after: Tensor, is_new: Tensor) -> Tensor:
     """Returns how much the scores behind two attention maps differ, `b h n n`.
 
-    A map tells the scores of a row up to a constant. The mean change over the keys that are not
-    `is_new`, `b 1 1 n`, is taken for it. Keys that one map leaves out count as changed, those that
-    both leave out as nothing, nan.
+    A map tells the scores of a row up to a constant, which is taken to be the mean change over the
+    keys that are not `is_new`, `b 1 1 n`. A key that one map leaves out gives inf, one that both
+    leave out nan.
     """
     change = after.log() - before.log()
     told = change.masked_fill(is_new | ~change.isfinite(), torch.nan)
@@ -176,31 +176,31 @@ class Trial:
         out = entry.run()
         if not torch.equal(entry.tokens, self.x):
             self.refuse(f"changes the tokens that it gets in place: {STILL_NEEDED}")
-        return [checked_tokens(self.entry, out).detach()]
+        return [returned_tokens(self.entry, out).detach()]
 
-    def proved(self) -> Sight:
-        """Tries out all properties.
+    def prove(self) -> Sight:
+        """Tries out all properties. Returns what that tells of the block.
 
         In evaluation, if the block draws from somewhere unknown, so that its runs differ.
         """
         try:
-            return self.proved_in_its_mode()
+            return self.prove_in_its_mode()
         except Refused:
             runs = [self.run("as it is", self.output) for _ in range(RUNS)]
             if all(map(self.are_close, runs, runs[1:])):
                 raise
         self.evaluates = True
-        return self.proved_in_its_mode()
+        return self.prove_in_its_mode()
 
-    def proved_in_its_mode(self) -> Sight:
+    def prove_in_its_mode(self) -> Sight:
         if self.plan.htm is not None:
-            self.streams_are_mixed()
+            self.has_one_stream()
         if self.plan.adapter.attends_to_all and self.entry.num_tokens >= LEAST_TOKENS:
             self.attention_is_of_tokens()
         self.state_is_of_one_run()
         if self.plan.vtm is not None:
             self.keys_are_of_tokens()
-        self.samples_are_apart()
+        self.samples_are_independent()
         return self.entry.sight
 
     def run(self, how: str, run: Callable[[], Result], evaluates: bool = False) -> Result:
@@ -216,8 +216,8 @@ class Trial:
         finally:
             self.kept.put_back()
 
-    def streams_are_mixed(self) -> None:
-        """Refuses further tokens of each sample, which would stay where the first are replaced."""
+    def has_one_stream(self) -> None:
+        """Refuses further tokens of each sample, which would stay where its own are replaced."""
         shape = self.entry.flat_tokens.shape[:2]
         for x in tree_leaves([self.entry.args[1:], self.entry.kwargs]):
             if not isinstance(x, Tensor) or x.ndim < 3 or x.shape[:2] != shape:
@@ -291,12 +291,12 @@ class Trial:
         holders = [self.kept.found[key].x for key, _ in changed]
         drawn = tuple(x for x in holders if type(x) in GENERATORS)
         self.entry.sight = self.entry.sight._replace(generators=drawn)
-        once = self.left_by("as it is", self.output)
-        again = self.left_by("again", self.first_runs, self.output)
-        for key, name in again | once:
+        alone = self.left_by("as it is", self.output)
+        behind = self.left_by("again", self.first_runs, self.output)
+        for key, name in behind | alone:
             found = self.kept.found[key]
-            ends = [left.get((key, name), found.held.get(name)) for left in (once, again)]
-            if not ends_alike(*ends):
+            ends = [left.get((key, name), found.held.get(name)) for left in (alone, behind)]
+            if not end_alike(*ends):
                 where = f"{getattr(found.x, '__name__', found.name)}.{name}"
                 self.refuse(f"changes {where} in front of its attention, {RUNS_TWICE}")
 
@@ -316,7 +316,7 @@ class Trial:
             if self.plan.vtm is not None:
                 self.keys_alone()
 
-    def samples_are_apart(self) -> None:
+    def samples_are_independent(self) -> None:
         memory = self.draw([*self.indices.shape, self.x.shape[-1]])
         expected = self.of_first_sample(self.x, memory)
         others = [torch.cat([x[:1], self.draw(x[1:].shape)]) for x in (self.x, memory)]
@@ -337,7 +337,7 @@ class Trial:
         given = [x.detach().requires_grad_(self.x.requires_grad) for x in (tokens, memory)]
         entry = self.entry_of(given[0])
         out, _ = run_watched(entry, Memory(given[1], self.indices))
-        own = checked_tokens(entry, out)
+        own = returned_tokens(entry, out)
         if not self.x.requires_grad:
             return [own]
         # of these alone: the graph behind them is not the trial's

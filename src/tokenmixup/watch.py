@@ -92,8 +92,8 @@ class AttendedMemory(NamedTuple):
 class Sight(NamedTuple):
     """What the proof of a block has found out about its runs; by default nothing."""
 
-    call: int = 1  # which of those that have the shape of a map is its attention, from 1
-    maps: int = 1  # how many have that shape
+    nth_map: int = 1  # which of the calls that have the shape of a map is its attention, from 1
+    num_maps: int = 1  # how many have that shape
     to_end: bool = False  # a run that ended at the attention would leave the block changed
     generators: tuple[Any, ...] = ()  # from which it draws in front of its attention
 
@@ -113,9 +113,9 @@ class Watching(TorchFunctionMode):
     memory: AttendedMemory | None = None  # is appended to the own keys and values
     candidates: dict[int, AttentionMap | None] | None = None  # gets all maps, by their call
     calls: int = 0  # that are seen, whatever their shape
-    count: int = 0  # of these, that have the shape of a map
+    maps: int = 0  # of these, that have the shape of a map
     is_seen: bool = False  # the attention
-    map: AttentionMap | None = None  # its map over the own keys
+    kept: AttentionMap | None = None  # its map over the own keys
     attended: Attended | None = None
     autograd: Autograd = field(default_factory=autograd_now)
 
@@ -131,10 +131,10 @@ class Watching(TorchFunctionMode):
         Raises Refused for a memory under gradient checkpointing, whose rerun would not have it, and
         for one that a softmax by hand does not attend to.
         """
-        self.count += 1
+        self.maps += 1
         if self.candidates is not None:
             self.candidates[self.calls] = seen
-        if self.count != self.sight.call:
+        if self.maps != self.sight.nth_map:
             return False
         self.is_seen = True
         if self.of_memory or self.memory is not None:
@@ -143,7 +143,7 @@ class Watching(TorchFunctionMode):
             if attended is None:
                 raise Refused(f"{self.name} {NOT_FUSED}")
         if self.keeps_map:
-            self.map = seen
+            self.kept = seen
         self.attended = attended
         if self.ends and not self.sight.to_end:
             raise MapSeen
@@ -151,18 +151,19 @@ class Watching(TorchFunctionMode):
 
     def check(self) -> None:
         """Raises Refused unless the block has attended, as often as its proof tells."""
-        is_whole = not self.ends or self.sight.to_end
-        count = self.sight.maps
-        if not self.is_seen or (is_whole and self.count != count and not self.of_memory):
-            found = f"computes {self.count} attention maps over its tokens"
-            must = MUST_BE_ONE if count == 1 else f"must be {count} as when it was tried"
+        runs_to_end = not self.ends or self.sight.to_end
+        sees_all = runs_to_end and not self.of_memory
+        expected = self.sight.num_maps
+        if not self.is_seen or (sees_all and self.maps != expected):
+            found = f"computes {self.maps} attention maps over its tokens"
+            must = MUST_BE_ONE if expected == 1 else f"must be {expected} as when it was tried"
             raise Refused(f"{self.name} {found}, {must}")
 
     def kept_map(self) -> AttentionMap:
         """Returns the map, which was to be kept. Raises Refused as `check`."""
         self.check()
-        assert self.map is not None  # keeps_map
-        return self.map
+        assert self.kept is not None  # keeps_map
+        return self.kept
 
     def __torch_function__(
         self,
