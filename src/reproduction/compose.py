@@ -35,13 +35,12 @@ from reproduction.config import (
 from reproduction.errors import UserError
 from reproduction.files import cut
 from reproduction.folder import RunFolder, find
-from reproduction.help import TEXT, allowed, hydra_errors, key_of
+from reproduction.help import FREE, TEXT, allowed, hydra_errors, key_of
 from reproduction.identity import changes_result, name_hash, own_code, run_hash
 from reproduction.machine import launched_ranks
 from reproduction.reading import FileConfigSource
 
 PRIMARY = "train"  # configuration, of conf/
-FREE = ("logger.", "dataset.options.", "model.options.")  # groups that may have any key
 OF_A_POINT = re.compile(r"seed=\d+|row='[^$]*'")  # words that change nothing but their key
 # keys that default_name does not write as key=value: its head or its -s<seed> says them
 IN_THE_NAME = ("seed", "model", "dataset", "augmentation", "experiment")
@@ -63,8 +62,9 @@ def readable(word: str) -> str:
     key, equals, value = word.partition("=")
     key, value = key.strip(), value.strip()
     plain = f"{key}={value}" if equals else key
-    is_free = key.lstrip("+").startswith(FREE)
-    takes_text = allowed().get(key.lstrip("+"), "").startswith(TEXT) or (is_free and "_" in value)
+    name = key.lstrip("+")
+    is_unknown = FREE.match(name) is not None and name not in allowed()
+    takes_text = allowed().get(name, "").startswith(TEXT) or (is_unknown and "_" in value)
     if _is_read(plain, takes_text):
         return plain
     is_list = value.startswith(("[", "{")) or "," in value

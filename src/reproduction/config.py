@@ -106,7 +106,8 @@ def door_of(key: str) -> Door | None:
 
 def metric_name(value: str) -> str:
     if not value.isidentifier() or value in MEASURED or value.startswith("val_"):
-        raise ValueError(f"must be a name of letters and digits, none of {', '.join(MEASURED)}")
+        others = ", ".join(MEASURED)
+        raise ValueError(f"must be a name of letters and digits, not val_..., and none of {others}")
     return value
 
 

@@ -24,7 +24,7 @@ from tokenmixup import VTM, ManifoldMixup
 from tokenmixup.settings import allowed_of
 
 GROUPS = ("model", "dataset", "augmentation", "recipe", "logger", "experiment")
-OPEN = re.compile(r"options\.|metrics\.")  # in a key of a group that may have any
+FREE = re.compile(r"logger\.|.*(options|metrics)\.")  # begins a key of a group that may have any
 SEARCHED = re.compile(r"path=file://(.+)")  # in what Hydra says of its search
 TEXT = "string"  # with which `allowed` begins for a key that takes a text
 BOUNDS = {
@@ -165,7 +165,7 @@ def _no_such(key: str) -> str:
     """Says of a key that the chosen options do not have which one may be meant."""
     known = allowed()
     line = "the chosen options have no such key"
-    if OPEN.search(key):
+    if FREE.match(key):
         return f"{line}; one that is not yet set takes a + before it"
     without_group = [name for name in known if name.endswith(f".{key}")]
     if without_group:

@@ -123,7 +123,7 @@ def test_a_metric_stands_in_lines_and_tables_and_a_study_is_tested_on_it(here: P
     value = first.epochs[-1]["ece"]
     assert 0 < value < 1
     assert first.summary["ece_last"] == value
-    (path,) = Path("outputs/report").glob("*.csv")
+    (path,) = Path("outputs/report").glob("mine-*.csv")
     numbers = pd.read_csv(path).set_index(["outcome", "row"])
     assert numbers.loc[("ece", "high"), "pairs"] == 3
     assert numbers.loc[("ece", "high"), "p"] <= 1

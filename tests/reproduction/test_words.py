@@ -20,6 +20,7 @@ from tests.doors import (
 )
 
 ONE = (SMALL, "recipe.epochs=1")
+FREE = ("logger.wandb", "dataset.options", "recipe.loss_options", "augmentation.htm.labels_options")
 # What Hydra's grammar itself gives a meaning: lists, sweeps, functions, interpolation, escapes.
 GRAMMAR = "[]{}(),$\\"
 PLAIN = st.characters(codec="utf-8", exclude_categories=["C"], exclude_characters=GRAMMAR + "'\"")
@@ -94,7 +95,7 @@ def test_a_file_of_a_study_is_read_as_typed(here: Path):
     assert "title" in script("reproduce", "mine.yaml", "dry_run=1").err
 
 
-@pytest.mark.parametrize("group", ["logger.wandb", "dataset.options", "model.options"])
+@pytest.mark.parametrize("group", FREE)
 def test_a_key_that_the_schema_does_not_know_keeps_its_text(group: str):
     for text, value in (("2026_11", "2026_11"), ("1_0", "1_0"), ("10", 10), ("1e3", 1000.0)):
         tree = value_of(f"+{group}.key={text}")

@@ -373,10 +373,10 @@ def part_of(
         configs[cell.label] = of_cell[0].config
         points += of_cell
     if study.tested is not None and study.tested not in OUTCOMES:
-        name = study.tested.partition(" on ")[0]
-        without = [label for label, config in configs.items() if name not in config.recipe.metrics]
+        metric = study.tested.partition(" on ")[0]
+        without = [label for label, x in configs.items() if metric not in x.recipe.metrics]
         if without:
-            reason = f"{without[0]} has no recipe.metrics.{name}=package.module:factory"
+            reason = f"{without[0]} has no recipe.metrics.{metric}=package.module:factory"
             raise UserError(f"tested={study.tested}: {reason}")
     changes = [word for word in more if changes_result(key_of(word))]
     if changes:

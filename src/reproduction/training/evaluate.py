@@ -82,7 +82,7 @@ class Sums:
                 found[name] = float(metric(logits, targets))
             else:
                 total, count = self.world.sum(self.totals[name]).tolist()
-                found[name] = total / count
+                found[name] = total / count if count else math.nan
             if not math.isfinite(found[name]):
                 raise PlainError(f"recipe.metrics.{name} is {found[name]}")
         return found
