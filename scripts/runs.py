@@ -20,11 +20,15 @@ def main() -> None:
         help="of runs, or single runs (default: outputs)",
     )
     parser.add_argument("--csv", type=output, metavar="FILE", help="write the unrounded numbers")
-    parser.add_argument("--plot", type=output, metavar="FILE.png", help="of one or two varied keys")
+    parser.add_argument(
+        "--plot", type=output, metavar="FILE.svg", help="or .png: of one or two varied keys"
+    )
     parser.add_argument(
         "--against", metavar="KEY=VALUE", help="test every row against the one with this value"
     )
     args = parser.parse_args()
+    if args.plot and args.plot.suffix not in (".svg", ".png"):
+        raise UserError(f"plot={args.plot}: must end in .svg or .png")
     from reproduction.studies.plots import draw_runs
     from reproduction.studies.rows import runs_table
     from reproduction.studies.runs import read_runs
@@ -37,7 +41,7 @@ def main() -> None:
     if args.plot:
         if not draw_runs(table, args.plot):
             raise UserError(f"plot={args.plot}: needs finished runs that differ in one or two keys")
-        say(f"written to {args.plot.with_suffix('.png')} and .pdf")
+        say(f"written to {args.plot}")
 
 
 if __name__ == "__main__":

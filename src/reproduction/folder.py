@@ -3,7 +3,7 @@
 config.yaml       configuration, of its latest start
 metrics.jsonl     one line per training step and one per evaluated epoch
 summary.json      status (running, finished, interrupted, failed), data, result, accuracies by epoch
-report.md         the result of a finished run, with pictures (.png, .pdf)
+report.md         the result of a finished run, with pictures (.svg, .png)
 evaluation-*      what eval.py has written
 .lock             held by the training process; names it, and the job that trains or will train this
 checkpoints/      last.pt and older ones to resume from, best.safetensors for evaluation

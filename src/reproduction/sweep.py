@@ -167,8 +167,8 @@ class Sweep:
             if table.counted.runs or table.extras or not self.parts:
                 say(f"\n# {table.title}\n\n{table.markdown(is_short=True)}")
                 files.append(table.write(outputs))
-                if not self.parts and draw_runs(table, files[0].with_suffix(".png")):
-                    files.append(files[0].with_suffix(".png"))
+                if not self.parts and draw_runs(table, files[0].with_suffix(".svg")):
+                    files.append(files[0].with_suffix(".svg"))
         if files and any(part.name in PAPERS for part in self.parts):
             from reproduction.studies.page import write_page  # imports torch
 

@@ -86,7 +86,7 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next_one(here: Path):
         ".summary.json.elsewhere-1.tmp",
         f".report.md.{host}-{gone.pid}.tmp",
     ]
-    used = [f".evaluation-last.json.{host}-{os.getpid()}.tmp", ".accuracy.png.elsewhere-1.tmp"]
+    used = [f".evaluation-last.json.{host}-{os.getpid()}.tmp", ".accuracy.svg.elsewhere-1.tmp"]
     for name in left + used:
         Path("outputs/mine", name).touch()
     assert_succeeded(train(ONE, "recipe.max_steps=1"))

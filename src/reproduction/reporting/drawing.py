@@ -22,7 +22,7 @@ STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.edgecolor": "none",  # white behind the text, no frame
-    "pdf.fonttype": 42,  # keeps text searchable and editable
+    "svg.hashsalt": "",  # the same names in each file
     "text.parse_math": False,  # names of runs, classes and machines may contain $
 }
 
@@ -30,7 +30,13 @@ MOST_NAMES = 30  # classes of a confusion matrix; more are numbered by the axis
 MOST_COUNTS = 15  # classes whose cells hold their counts
 LONGEST_CLASS = 16  # characters of a class name
 DPI = 150
-PICTURES = ("accuracy", "mixed_samples", "mixed_pairs", "memory", "saliency")  # of a run, .png
+PICTURES = (  # of a run
+    "accuracy.svg",
+    "mixed_samples.svg",
+    "mixed_pairs.png",
+    "memory.png",
+    "saliency.png",
+)
 ACCURACY = (
     "Top-1 and loss on the images that the axis names, and training loss. That is of augmented and "
     "mixed images with soft labels, by a model with dropout: it can lie above the other loss."
@@ -44,14 +50,12 @@ MIXED_SAMPLES = (
 
 @contextmanager
 def figure(path: Path, *grid: int, figsize: tuple[float, float], **settings: Any) -> Iterator[Any]:
-    """Yields axes, and saves them as .png and as .pdf beside it, reproducible byte for byte."""
+    """Yields axes, and saves them as .png or .svg, as `path` ends, the same byte for byte."""
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize, layout="constrained")  # by pyplot it would need a backend
         yield fig.subplots(*grid, **settings)
-        for kind, metadata in (("png", None), ("pdf", {"CreationDate": None})):
-            with replacing(path.with_suffix(f".{kind}")) as temporary:
-                fig.savefig(temporary, format=kind, dpi=DPI, metadata=metadata)
-            fig.set_layout_engine("none")  # both as it was laid out for the first
+        with replacing(path) as temporary:
+            fig.savefig(temporary, format=path.suffix[1:], dpi=DPI, metadata={"Date": None})
 
 
 def draw_mixed_samples(path: Path, steps: pd.DataFrame, batch_size: int) -> None:

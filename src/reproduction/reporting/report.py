@@ -38,8 +38,8 @@ METHODS = {
     ),
 }
 OF_TRAINED: dict[str, dict[str, Draw]] = {
-    "htm": {"mixed_pairs": draw_pairs, "saliency": draw_saliency_maps},
-    "vtm": {"memory": draw_memory},
+    "htm": {"mixed_pairs.png": draw_pairs, "saliency.png": draw_saliency_maps},
+    "vtm": {"memory.png": draw_memory},
 }
 
 
@@ -76,12 +76,12 @@ def _draw(folder: RunFolder, config: Config) -> list[str]:
     epochs = pd.DataFrame(epoch_lines)
     if steps.empty or epochs.empty:
         return [f"No pictures: the lines of {folder.metrics_path.name} are lost."]
-    sections = [_picture("accuracy", ACCURACY)]
-    draw_accuracy(folder.path / "accuracy.png", steps, epochs)
+    sections = [_picture("accuracy.svg", ACCURACY)]
+    draw_accuracy(folder.path / "accuracy.svg", steps, epochs)
     stack = config.augmentation.stack
     if "htm" in stack:
-        draw_mixed_samples(folder.path / "mixed_samples.png", steps, config.recipe.batch_size)
-        sections.append(_picture("mixed_samples", MIXED_SAMPLES))
+        draw_mixed_samples(folder.path / "mixed_samples.svg", steps, config.recipe.batch_size)
+        sections.append(_picture("mixed_samples.svg", MIXED_SAMPLES))
     draws = {name: draw for method in stack for name, draw in OF_TRAINED.get(method, {}).items()}
     if draws:
         sections += _draw_trained(folder, config, draws)
@@ -99,15 +99,15 @@ def _draw_trained(folder: RunFolder, config: Config, draws: Mapping[str, Draw]) 
         return
     for name, draw in draws.items():
         try:
-            yield _picture(name, draw(folder.path / f"{name}.png", trained, sample))
+            yield _picture(name, draw(folder.path / name, trained, sample))
         except ValueError as error:
-            yield f"{name}.png is not drawn: {error}."
+            yield f"{name} is not drawn: {error}."
         except RuntimeError as error:
-            yield f"{name}.png is not drawn: {told(error)}."
+            yield f"{name} is not drawn: {told(error)}."
 
 
 def _picture(name: str, caption: str) -> str:
-    return f"![{name.replace('_', ' ')}]({name}.png)\n\n{caption}"
+    return f"![{name}]({name})\n\n{caption}"
 
 
 # --- text ---------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The page of the paper's tables with our results: what was run comes first."""
 
 import base64
+import mimetypes
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +44,7 @@ class Link(NamedTuple):
 
 class Picture(NamedTuple):
     title: str
-    png: str  # in base64
+    data: str  # its file as an address
 
 
 class Chapter(NamedTuple):
@@ -87,7 +88,7 @@ def links_of(folder: Path, run: Run) -> list[Link]:
     """Links to the folder of a run, and to its report and pictures."""
     place = Path(os.path.relpath(run.path, folder))
     links = [Link(run.name, f"{quote(str(place))}/")]
-    for name in ("report.md", *(f"{picture}.png" for picture in PICTURES)):
+    for name in ("report.md", *PICTURES):
         if (run.path / name).exists():
             text = name.partition(".")[0].replace("_", " ")
             links.append(Link(text, quote(str(place / name))))
@@ -100,7 +101,7 @@ def _plots(table: Table, folder: Path) -> Iterator[Picture]:
         if section.finished:
             title = re.sub(r"\W+", "-", section.title)
             name = f"{table.name}-{title}".removesuffix("-")
-            path = folder / f"{cut(name, LONGEST_NAME)}.png"
+            path = folder / f"{cut(name, LONGEST_NAME)}.svg"
             is_sweep = draw_sweep(path, section)
             if not is_sweep:
                 draw_beside(path, section)
@@ -119,7 +120,8 @@ def _figures(part: Part, table: Table) -> Iterator[Picture]:
 
 
 def as_text(picture: Path) -> str:
-    return base64.b64encode(picture.read_bytes()).decode()
+    kind, _ = mimetypes.guess_type(picture)
+    return f"data:{kind};base64,{base64.b64encode(picture.read_bytes()).decode()}"
 
 
 def sizes_of(models: Mapping[str, PrintedModel]) -> pd.DataFrame:
