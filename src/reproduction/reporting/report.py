@@ -21,8 +21,6 @@ from reproduction.reporting.drawing import (
 )
 from reproduction.reporting.pictures import draw_memory, draw_pairs, draw_saliency_maps
 from reproduction.reporting.trained import Sample, TrainedRun, load_trained, some_images
-from reproduction.training.evaluate import TOP
-from reproduction.training.metrics import MEDIAN_EPOCHS
 
 Draw = Callable[[Path, TrainedRun, Sample], str]  # returns what is drawn
 # By the methods of a stack: what they do, and what draws pictures of a trained model.
@@ -37,6 +35,10 @@ METHODS = {
         "salient tokens of each earlier block."
     ),
 }
+WHERE = (
+    "All settings are in [config.yaml](config.yaml), all numbers in [summary.json](summary.json), "
+    "and those of each batch and epoch in [metrics.jsonl](metrics.jsonl)."
+)
 OF_TRAINED: dict[str, dict[str, Draw]] = {
     "htm": {"mixed_pairs.png": draw_pairs, "saliency.png": draw_saliency_maps},
     "vtm": {"memory.png": draw_memory},
@@ -56,7 +58,7 @@ def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
             config = folder.read_config()
             sections = [f"# {name}", _description(config, summary)]
             sections += [METHODS[x] for x in config.augmentation.stack if x in METHODS]
-            sections.append(_table(config, summary))
+            sections.append(WHERE)
             sections += _draw(folder, config)
             write_text(folder.report_path, "\n\n".join(sections) + "\n")
     except (OSError, OneLineError) as error:  # the run itself is finished
@@ -146,41 +148,3 @@ def _description(config: Config, summary: dict[str, Any]) -> str:
         f"{config.model.name} ({summary['parameters']:,} parameters), trained on {images} with "
         f"{mixing}, seed {config.seed}{where}: {_headline(summary)}."
     )
-
-
-def _table(config: Config, summary: dict[str, Any]) -> str:
-    rows = {}
-    if summary.get("classes", TOP + 1) > TOP:
-        rows["top-5"] = f"{summary['top5_last']:.2f} %"
-    rows |= _other_accuracies(config, summary)
-    if summary.get("initial_weights"):
-        rows["initial weights"] = summary["initial_weights"]
-    for name, numbers in summary.get("htm", {}).items():
-        rows[f"htm.{name}"] = ", ".join(f"{float(x):.4g}" for x in numbers)
-    revisions = dict.fromkeys(str(start["git_revision"]) for start in summary["starts"])
-    rows |= {
-        "peak learning rate": f"{config.recipe.lr:g}",
-        "batch size": f"{config.recipe.batch_size:,}",
-        "training batches": f"{summary['steps']:,}",
-        "training images per second": f"{summary['images_per_second']:,.0f}",
-        "git revision": ", ".join(revisions),
-    }
-    lines = [f"| {key} | {value} |" for key, value in rows.items()]
-    return "\n".join(["| | |", "|---|---|", *lines])
-
-
-def _other_accuracies(config: Config, summary: dict[str, Any]) -> dict[str, str]:
-    """Those on the validation images, or the median over the last epochs if it is of several."""
-    if "selected_epoch" in summary:
-        selected = f"the same, epoch {summary['selected_epoch']}"
-        return {
-            "top-1 on the validation images": f"{summary['val_top1_last']:.2f} %",
-            selected: f"{summary['val_top1_selected']:.2f} %",
-        }
-    last = int(summary["epochs"])  # which is always evaluated
-    earlier = range(max(1, last - MEDIAN_EPOCHS + 1), last)
-    number = sum(epoch % config.recipe.evaluate_every == 0 for epoch in earlier)
-    if number == 0:
-        return {}
-    title = f"top-1, median of the last {number + 1} evaluated epochs"
-    return {title: f"{summary['top1_median10']:.2f} %"}
