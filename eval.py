@@ -112,7 +112,7 @@ def result_of(place: Path, config: Config, hashed: list[Any]) -> Path:
     tail = ".json"
     if hashed:
         tail = f"-{config.dataset.name}-{digest(hashed)}{tail}"
-    longest = LONGEST - len("-confusion")  # of a table beside it
+    longest = LONGEST - len("-confusion")  # of a picture beside it
     return place.with_name(cut(place.name, longest, tail))
 
 
@@ -192,8 +192,8 @@ def evaluate(config: Config, files: list[Path], own: dict[str, str], result: Pat
     from reproduction.training.evaluate import TOP
     from reproduction.training.predictions import (
         evaluate_checkpoint,
+        write_classes,
         write_predictions,
-        write_tables,
     )
 
     found = evaluate_checkpoint(config, files, images)
@@ -220,8 +220,12 @@ def evaluate(config: Config, files: list[Path], own: dict[str, str], result: Pat
     if images is None and predictions is not None:
         from reproduction.reporting.drawing import draw_confusion
 
-        classes, confusion = write_tables(result, found.predictions)
-        written += [classes, draw_confusion(confusion)]
+        by_class = result.with_name(f"{result.stem}-classes.csv")
+        write_classes(by_class, found.predictions)
+        _, names, classes, best, _ = found.predictions
+        confusion = result.with_name(f"{result.stem}-confusion.svg")
+        draw_confusion(confusion, names, classes, best[:, 0])
+        written += [by_class, confusion]
     say(f"written to {', '.join(map(str, written))}")
 
 

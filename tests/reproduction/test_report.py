@@ -289,7 +289,7 @@ def test_class_names_may_hold_anything(here: Path):
         run = trained(SHORT, data, MIXING, draws=True)
         assert_succeeded(evaluate("run=outputs/mine", "predictions=x.csv", draws=True))
     assert (run.path / "mixed_pairs.png").stat().st_size > 10_000
-    assert (run.path / "evaluation-last-confusion.png").stat().st_size > 5_000
+    assert (run.path / "evaluation-last-confusion.svg").stat().st_size > 5_000
 
 
 def percent(cell: str) -> float:

@@ -1,6 +1,6 @@
 """The style of all figures, the curves of one run, and the confusion matrix of an evaluation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ STYLE: Any = {
     "text.parse_math": False,  # names of runs, classes and machines may contain $
 }
 
-MOST_NAMES = 30  # classes of a confusion matrix; more are numbered by the axis
-MOST_COUNTS = 15  # classes whose cells hold their counts
+MOST_NAMES = 30  # classes that a confusion matrix names
+MOST_VALUES = 15  # classes whose cells hold their shares
 LONGEST_CLASS = 16  # characters of a class name
 DPI = 150
 PICTURES = (  # of a run
@@ -126,31 +126,25 @@ def _scatter_with_mean(
     axes.plot(x, mean, color=color, label=label)
 
 
-def draw_confusion(table: Path) -> Path:
-    """Draws a confusion matrix, a .csv, as a .png, which it returns, and a .pdf beside it."""
-    confusion = pd.read_csv(table, index_col=0)
-    classes = [in_one_line(name, LONGEST_CLASS) for name in confusion.columns]
-    counts = confusion.to_numpy()
-    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    picture = table.with_suffix(".png")
-    side = 2.5 + 0.3 * min(len(classes), MOST_NAMES)
-    with figure(picture, figsize=(side + 1, side)) as axes:
-        image = axes.imshow(100 * shares, cmap="Blues", vmin=0, vmax=100)
-        axes.figure.colorbar(image, label="% of the images of a class")
-        axes.set_xlabel("predicted")
-        axes.set_ylabel("class")
-        if len(classes) <= MOST_NAMES:
-            places = range(len(classes))
-            axes.set_xticks(places, classes, rotation=90)
-            axes.set_yticks(places, classes)
-        if len(classes) <= MOST_COUNTS:
-            _write_counts(axes, counts, shares)
-    return picture
+def draw_confusion(
+    path: Path, names: Sequence[str], classes: np.ndarray, predicted: np.ndarray
+) -> None:
+    """Draws the share of the images of each class, `n` indices, that is predicted as each one."""
+    from sklearn.metrics import ConfusionMatrixDisplay  # takes a second to import
 
-
-def _write_counts(axes: Axes, counts: np.ndarray, shares: np.ndarray) -> None:
-    """Writes each count that is not 0 into its cell, light on dark."""
-    for row, column in np.argwhere(counts):
-        color = "white" if shares[row, column] > 0.5 else "black"
-        text = str(counts[row, column])
-        axes.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
+    side = 2.5 + 0.3 * min(len(names), MOST_NAMES)
+    with figure(path, figsize=(side + 1, side)) as axes:
+        ConfusionMatrixDisplay.from_predictions(
+            classes,
+            predicted,
+            labels=range(len(names)),
+            display_labels=[in_one_line(name, LONGEST_CLASS) for name in names],
+            normalize="true",
+            include_values=len(names) <= MOST_VALUES,
+            values_format=".0%",
+            xticks_rotation="vertical",
+            cmap="Blues",
+            ax=axes,
+        )
+        if len(names) > MOST_NAMES:
+            axes.set(xticks=[], yticks=[])
