@@ -87,7 +87,6 @@ OPTIMIZER = Door(
         "adamw": "reproduction.training.optimizers:adamw",
         "sgd": "reproduction.training.optimizers:sgd",
     },
-    timm="reproduction.training.optimizers:TIMM",
 )
 LOSS = Door("recipe.loss", {"cross_entropy": "reproduction.training.step:cross_entropy"})
 METRIC = Door("recipe.metrics.*")
