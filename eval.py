@@ -85,7 +85,6 @@ def evaluate_run(own: dict[str, str], words: Sequence[str]) -> None:
     code = ["model.source"]
     if own.keys().isdisjoint(("images", "export")):
         code.append("dataset.source")
-        tell_left_out(saved, config)
     check_asked(config, words, *code)
     if "export" in own:
         export(config, files, own, is_run=True)
@@ -149,13 +148,6 @@ def of_run(saved: Config, words: Sequence[str]) -> Config:
         raw["dataset"] |= {"mean": saved.dataset.mean, "std": saved.dataset.std}
     with hydra_errors(*words):
         return validated(Config, with_words(raw, changes))
-
-
-def tell_left_out(saved: Config, config: Config) -> None:
-    """Says which metrics of a run are left out, as the words do not name their code."""
-    for name, path in saved.recipe.metrics.items():
-        if name not in config.recipe.metrics:
-            say(f"left out: {name}; to run it, add recipe.metrics.{name}={path}")
 
 
 def of_file(words: Sequence[str]) -> Config:
