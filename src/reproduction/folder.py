@@ -31,7 +31,7 @@ from filelock import FileLock, Timeout
 from reproduction.cluster import is_restarted, job_id
 from reproduction.config import Config
 from reproduction.errors import OneLineError, UserError, of_system, warn
-from reproduction.files import flush, is_left_over, naming, write_text
+from reproduction.files import flush, naming, write_text
 from reproduction.identity import changes, run_hash, saved
 from reproduction.machine import is_first_rank, launched_ranks
 
@@ -313,14 +313,12 @@ class RunFolder:
         """Removes the temporary files of processes that are gone.
 
         Who wrote a checkpoint, the configuration or the summary held the lock, which is ours now;
-        so that process is gone, on whatever machine. Other files are written without the lock.
+        so that process is gone, on whatever machine. Other files are written without the lock, and
+        what a killed process leaves of one stays.
         """
-        gone = [*self.last_path.parent.glob(".*.tmp")]
-        for path in (self.config_path, self.summary_path):
-            gone += self.path.glob(f".{path.name}.*.tmp")
-        gone += filter(is_left_over, self.path.glob(".*.tmp"))
-        for temporary in gone:
-            temporary.unlink(missing_ok=True)
+        for path in (self.last_path, self.best_path, self.config_path, self.summary_path):
+            for temporary in path.parent.glob(f".{path.name}.*tmp"):
+                temporary.unlink(missing_ok=True)
 
 
 # What the summary of an earlier revision has of the latest start alone.
