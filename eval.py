@@ -27,7 +27,7 @@ from typing import Any
 
 from reproduction.compose import check_asked, compose, expand, readable, text_of, with_words
 from reproduction.config import Config, validated
-from reproduction.errors import UserError, check_name, one_line_errors, say
+from reproduction.errors import UserError, one_line_errors, say
 from reproduction.files import LONGEST, cut, write_json
 from reproduction.folder import RunFolder
 from reproduction.help import hydra_errors, key_of
@@ -159,7 +159,6 @@ def of_file(words: Sequence[str]) -> Config:
 def new_file(own: dict[str, str], key: str, ending: str) -> Path:
     """Returns the path that the key names. UserError if no such file can be created there."""
     path = Path(own[key])
-    check_name(key, path)
     if path.suffix != ending or path.exists() or not path.parent.is_dir():
         raise UserError(f"{key}={path}: must be a new {ending} file in a folder that exists")
     return path

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from reproduction.errors import Parser, UserError, one_line_errors, say
 from reproduction.files import write_text
-from scripts import output
 
 
 @one_line_errors()
@@ -19,9 +18,9 @@ def main() -> None:
         metavar="FOLDER",
         help="of runs, or single runs (default: outputs)",
     )
-    parser.add_argument("--csv", type=output, metavar="FILE", help="write the unrounded numbers")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the unrounded numbers")
     parser.add_argument(
-        "--plot", type=output, metavar="FILE.svg", help="or .png: of one or two varied keys"
+        "--plot", type=Path, metavar="FILE.svg", help="or .png: of one or two varied keys"
     )
     parser.add_argument(
         "--against", metavar="KEY=VALUE", help="test every row against the one with this value"
