@@ -20,7 +20,7 @@ def main() -> None:
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the unrounded numbers")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE.svg", help="or .png: of one or two varied keys"
+        "--plot", type=Path, metavar="FILE.svg", help="or .png: over the varied keys"
     )
     parser.add_argument(
         "--against", metavar="KEY=VALUE", help="test every row against the one with this value"
@@ -39,7 +39,7 @@ def main() -> None:
         say(f"written to {args.csv}")
     if args.plot:
         if not draw_runs(table, args.plot):
-            raise UserError(f"plot={args.plot}: needs finished runs that differ in one or two keys")
+            raise UserError(f"plot={args.plot}: needs finished runs that differ in a key")
         say(f"written to {args.plot}")
 
 
