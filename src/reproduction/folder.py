@@ -144,15 +144,18 @@ class RunFolder:
 
     def holder(self) -> str:
         """Returns which process trains this run, or was the last to."""
-        return self.lock_path.read_text().strip().replace("\n", ", ") or "another process"
+        return self._lock_text().strip().replace("\n", ", ") or "another process"
 
     def job(self) -> str | None:
         """Returns the job of a cluster to which this run was given last, if any."""
-        if not os.path.lexists(self.lock_path):
-            return None
-        with _named(self.lock_path):
-            _, _, job = self.lock_path.read_text().partition(OF_A_JOB)
+        _, _, job = self._lock_text().partition(OF_A_JOB)
         return job.strip() or None
+
+    def _lock_text(self) -> str:
+        if not os.path.lexists(self.lock_path):
+            return ""
+        with _named(self.lock_path):
+            return self.lock_path.read_text()
 
     def give_to(self, job: str) -> None:
         """Records the job that was submitted to train this run."""
@@ -197,21 +200,9 @@ class RunFolder:
         if self.summary_path.exists():
             trained = self.read_summary().get("run_hash")
         if trained not in (None, run_hash(config)):
-            reason = (
-                f"the run that it holds is {run_hash(config)}, and summary.json is of {trained}"
-            )
-            raise UserError(f"{self.config_path}: was changed: {reason}{self._changed(config)}")
+            reason = f"its run is {run_hash(config)}, and summary.json is of {trained}"
+            raise UserError(f"{self.config_path}: was changed: {reason}")
         return config
-
-    def _changed(self, config: Config) -> str:
-        """Says what has been changed in config.yaml, if a checkpoint tells it."""
-        paths = self.checkpoints()
-        if not paths:
-            return ""
-        held = _in_checkpoint(tuple(paths), paths[0].stat().st_mtime_ns)
-        if "config" not in held:
-            return ""
-        return f"; it has {changes(config, saved(held['config']))}"
 
     def read_summary(self) -> dict[str, Any]:
         """Returns the summary, of a checkpoint if the file is damaged; empty if there is none."""
