@@ -251,7 +251,7 @@ def test_runs_of_before_show_their_easy_samples_and_no_mixed_ones(model: Run):
         ([{"recipe.lr": 0.1}], False),
     ],
 )
-def test_a_plot_shows_the_settings_that_differ(model: Run, variants: list[Settings], is_drawn: bool):
+def test_a_plot_shows_what_differs(model: Run, variants: list[Settings], is_drawn: bool):
     for number, settings in enumerate(variants):
         write(model, str(number), settings, top1_last=60.0 + number)
     for name in ("plot.png", "plot.svg"):

@@ -130,21 +130,9 @@ def _headline(summary: dict[str, Any]) -> str:
 
 
 def _description(config: Config, summary: dict[str, Any]) -> str:
-    """What was trained on what, with what and where, and the result."""
-    data = config.dataset
-    images = data.name
-    if data.limit is not None:
-        images = f"{data.limit:,} images of {data.name}"
-    if data.validation:
-        images += f" ({data.validation:.0%} of them for validation)"
+    """What was trained on what, and the result."""
     mixing = "+".join(config.augmentation.stack) or "no mixing"
-    where = ""
-    hardware = dict.fromkeys(start["hardware"] for start in summary["starts"])
-    if hardware:
-        where += f", on {' and '.join(hardware)}"
-    if config.devices > 1:
-        where += f" in {config.devices} processes"
     return (
-        f"{config.model.name} ({summary['parameters']:,} parameters), trained on {images} with "
-        f"{mixing}, seed {config.seed}{where}: {_headline(summary)}."
+        f"{config.model.name} ({summary['parameters']:,} parameters), trained on "
+        f"{config.dataset.name} with {mixing}, seed {config.seed}: {_headline(summary)}."
     )
