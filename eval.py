@@ -119,9 +119,7 @@ def run_folder(path: str) -> RunFolder:
     """Returns the run of a folder. UserError if it holds none."""
     folder = RunFolder(path)
     if not (folder.config_path.exists() or folder.checkpoints()):
-        runs = sorted(str(x.parent) for x in folder.path.glob("*/config.yaml"))
-        instead = f", such as {runs[0]}" if runs else " with its config.yaml"
-        raise UserError(f"run={path}: is no run; must be the folder of one{instead}")
+        raise UserError(f"run={path}: must be the folder of a run, with its config.yaml")
     return folder
 
 
@@ -134,12 +132,9 @@ def of_run(saved: Config, words: Sequence[str]) -> Config:
         key = key_of(word)
         is_metric = key.startswith(("recipe.metrics.", "recipe.metrics_options."))
         is_changeable = is_metric or key in OF_A_RUN or key.partition(".")[0] in OF_A_RUN
-        if key in FOR_TRAINING:
-            raise UserError(f"{word}: cannot be changed, it has chosen the training images")
-        if key == "model.source" and word != f"{key}={getattr(saved.model, 'source', None)}":
-            raise UserError(f"{word}: cannot be changed, it names the code of the run's model")
-        if not is_changeable:
-            raise UserError(f"{word}: not allowed here, allowed are {', '.join((*OWN, *OF_A_RUN))}")
+        if key in FOR_TRAINING or not is_changeable:
+            allowed = f"{', '.join((*OWN, *OF_A_RUN))}, but for {', '.join(FOR_TRAINING)}"
+            raise UserError(f"{word}: not allowed here, allowed are {allowed}")
     raw = {**asdict(saved), "devices": 1, "compile": False}
     raw["recipe"]["metrics"] = {}  # only those that the words name run
     changes = [word for word in words if not word.startswith("dataset=")]
