@@ -154,7 +154,7 @@ def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> Tok
             htm=htm,
             vtm=stack.vtm,
             manifold_mixup=stack.manifold_mixup,
-            checkpoint_blocks=getattr(config, "checkpoint_blocks", False),
+            checkpoint_blocks=config.checkpoint_blocks,
             adapter=adapter,
         )
     except ValueError as error:
