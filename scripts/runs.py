@@ -28,7 +28,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.plot and args.plot.suffix not in (".svg", ".png"):
         raise UserError(f"plot={args.plot}: must end in .svg or .png")
-    from reproduction.studies.plots import draw_runs
+    from reproduction.studies.plots import draw_sweep
     from reproduction.studies.rows import runs_table
     from reproduction.studies.runs import read_runs
 
@@ -38,7 +38,8 @@ def main() -> None:
         write_text(args.csv, table.csv())
         say(f"written to {args.csv}")
     if args.plot:
-        if not draw_runs(table, args.plot):
+        (section,) = table.sections
+        if not draw_sweep(args.plot, section):
             raise UserError(f"plot={args.plot}: needs finished runs that differ in a key")
         say(f"written to {args.plot}")
 

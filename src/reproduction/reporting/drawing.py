@@ -30,13 +30,6 @@ MOST_NAMES = 30  # classes that a confusion matrix names
 MOST_VALUES = 15  # classes whose cells hold their shares
 LONGEST_CLASS = 16  # characters of a class name
 DPI = 150
-PICTURES = (  # of a run
-    "accuracy.svg",
-    "mixed_samples.svg",
-    "mixed_pairs.png",
-    "memory.png",
-    "saliency.png",
-)
 ACCURACY = (
     "Top-1 and loss on the images that the axis names, and training loss. That is of augmented and "
     "mixed images with soft labels, by a model with dropout: it can lie above the other loss."

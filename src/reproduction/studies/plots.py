@@ -11,7 +11,7 @@ import numpy as np
 from reproduction.reporting.drawing import BLUE, GREEN, ORANGE, VERMILION, figure
 from reproduction.studies.statistics import Line
 from reproduction.studies.study import short_names
-from reproduction.studies.table import Section, Table, order_of, value_text
+from reproduction.studies.table import Section, order_of, value_text
 
 COLORS = (BLUE, ORANGE, VERMILION, GREEN)  # in turns
 BARS: Any = {"fmt": "o", "capsize": 3, "linewidth": 1.5}
@@ -23,19 +23,8 @@ def axis_of(lines: Sequence[Line]) -> str:
     return f"{outcome.title} after the last epoch [{outcome.unit}]"
 
 
-def draw_runs(table: Table, path: Path) -> bool:
-    """Draws a table of runs over the settings in which they differ; returns whether they do."""
-    (section,) = table.sections
-    lines = section.finished
-    if not lines or not lines[0].row.values:
-        return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draw_values(path, lines)
-    return True
-
-
 def draw_sweep(path: Path, section: Section) -> bool:
-    """Draws the values of a study's sweep, with its other rows across; returns whether any ran."""
+    """Draws the rows over their values, those without any across; returns whether any has run."""
     swept = [line for line in section.finished if line.row.values]
     if swept:
         draw_values(path, swept, [line for line in section.finished if not line.row.values])
@@ -45,14 +34,20 @@ def draw_sweep(path: Path, section: Section) -> bool:
 def draw_values(path: Path, lines: Sequence[Line], across: Sequence[Line] = ()) -> None:
     """Draws means with deviations over the values of the last key, and each seed as a dash.
 
-    The values are evenly spaced. What shares the values of the other keys is connected.
+    The values are evenly spaced. Those of a row that share the values of the other keys are
+    connected.
     """
-    *others, key = short_names([*lines[0].row.values])
+    names = {line.row.name for line in lines}
     connected = defaultdict[str, dict[str, Line]](dict)
+    keys = dict[str, None]()  # in their order, each once
     values = {}
     for line in lines:
+        *others, key = short_names([*line.row.values])
         *outer, value = line.row.values.values()
         titles = [f"{name}={value_text(x)}" for name, x in zip(others, outer, strict=True)]
+        if len(names) > 1:
+            titles.insert(0, line.row.name)
+        keys[key] = None
         connected[", ".join(titles)][value_text(value)] = line
         values[value_text(value)] = value
     colors = cycle(COLORS)
@@ -69,9 +64,9 @@ def draw_values(path: Path, lines: Sequence[Line], across: Sequence[Line] = ()) 
                 axes.plot(dashes, line.judged, "_", color=color, markersize=12, alpha=0.5)
         for line in across:
             _draw_across(axes, line, next(colors))
-        axes.set_xlabel(key)
+        axes.set_xlabel(", ".join(keys))
         axes.set_ylabel(axis_of(lines))
-        if others or across:
+        if len(connected) > 1 or across:
             axes.legend(fontsize=9)
 
 
