@@ -155,7 +155,7 @@ class Sweep:
 
     def _write(self, begun: Sequence["Run"]) -> list[Path]:
         """Prints and writes the tables of the runs that have begun, and returns their files."""
-        from reproduction.studies.page import write_page  # imports torch
+        from reproduction.studies.page import write_page  # imports matplotlib
         from reproduction.studies.rows import study_table, sweep_table
         from reproduction.studies.table import Table
 

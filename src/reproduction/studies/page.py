@@ -2,20 +2,15 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
-import pandas as pd
-import torch
-
-from reproduction.compose import compose
 from reproduction.config import LONGEST_NAME
 from reproduction.files import cut, write_text
-from reproduction.models.build import build_module, count_parameters, without_weights
 from reproduction.studies.plots import draw_beside, draw_sweep
-from reproduction.studies.study import Part, PrintedModel
-from reproduction.studies.table import REPORT, Table, as_markdown, formatted, frame_of
+from reproduction.studies.study import Part
+from reproduction.studies.table import REPORT, Table, as_markdown, frame_of
 
 HOW_TO_READ = """\
 Mean +/- standard deviation over n seeds of accuracies and of the held-out cross-entropy after the
@@ -71,24 +66,8 @@ def _of_study(table: Table, folder: Path, part: Part) -> Iterator[str]:
         if section.missing:
             title = f"## Rows without a run: {section.title}".removesuffix(": ")
             yield f"{title}\n\n{as_markdown(frame_of(section.missing))}"
-    if part.study.sizes:
-        yield f"## Parameters of the models\n\n{as_markdown(sizes_of(part.study.sizes))}"
     yield f"## How to read the tables\n\n{HOW_TO_READ}"
 
 
 def _link(path: Path, folder: Path) -> str:
     return quote(os.path.relpath(path, folder))
-
-
-def sizes_of(models: Mapping[str, PrintedModel]) -> pd.DataFrame:
-    """Counts the parameters of models, built without memory, beside the printed ones."""
-    rows = []
-    for name, model in models.items():
-        config = compose(model.overrides)
-        with torch.device("meta"):
-            plain = without_weights(config.model)
-            module = build_module(plain, config.augmentation, model.classes)
-        ours = f"{count_parameters(module) / 1e6:.2f}"
-        printed = formatted(model.parameters, "g")
-        rows.append({"row": name, "parameters [M]": ours, "paper [M]": printed})
-    return pd.DataFrame(rows)
