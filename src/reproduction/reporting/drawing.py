@@ -26,7 +26,7 @@ STYLE: Any = {
     "text.parse_math": False,  # names of runs, classes and machines may contain $
 }
 
-MOST_NAMES = 30  # classes that a confusion matrix names
+MOST_NAMES = 30  # classes that a confusion matrix names; of more the first and the last
 MOST_VALUES = 15  # classes whose cells hold their shares
 LONGEST_CLASS = 16  # characters of a class name
 DPI = 150
@@ -140,4 +140,4 @@ def draw_confusion(
             ax=axes,
         )
         if len(names) > MOST_NAMES:
-            axes.set(xticks=[], yticks=[])
+            axes.set(xticks=[0, len(names) - 1], yticks=[0, len(names) - 1])
