@@ -430,9 +430,7 @@ def check_new(config: Config) -> None:
     for name in ("mean", "std"):
         values = getattr(config.dataset, name)
         if max(values) > 1:
-            scaled = [round(value / 255, 4) for value in values]
-            rule = f"must be of pixels in 0..1, perhaps {scaled}"
-            raise UserError(f"dataset.{name}={values}: {rule}")
+            raise UserError(f"dataset.{name}={values}: must be of pixels in 0..1")
     if recipe.warmup_epochs > recipe.epochs:
         rule = f"must be at most recipe.epochs={recipe.epochs}, or the rate never arrives"
         raise UserError(f"recipe.warmup_epochs={recipe.warmup_epochs}: {rule}")
