@@ -208,9 +208,9 @@ def evaluate(config: Config, files: list[Path], own: dict[str, str], result: Pat
 
         by_class = result.with_name(f"{result.stem}-classes.csv")
         write_classes(by_class, found.predictions)
-        _, names, classes, best, _ = found.predictions
         confusion = result.with_name(f"{result.stem}-confusion.svg")
-        draw_confusion(confusion, names, classes, best[:, 0])
+        predicted = found.predictions
+        draw_confusion(confusion, predicted.classes, predicted.targets, predicted.best[:, 0])
         written += [by_class, confusion]
     say(f"written to {', '.join(map(str, written))}")
 
