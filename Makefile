@@ -122,7 +122,7 @@ study: .venv/installed  ## train your own study; FILE=results/NAME.yaml
 status: .venv/installed  ## show the progress of the paper's runs; FILE=results/NAME.yaml shows your study
 	$(REPRODUCE) $(or $(FILE),all) $(WORDS) dry_run=1
 
-report: .venv/installed  ## write the paper's tables and their page to outputs/report, from the runs that are there
+report: .venv/installed  ## write the paper's tables to outputs/report, from the runs that are there
 	$(BIN)/python -m scripts.report $(if $(SCALE),--scale $(SCALE)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)") $(if $(SEEDS),--seeds $(SEEDS)) \
 	  $(if $(DEVICES),devices=$(DEVICES)) $(SET)
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from reproduction.compose import check_asked, compose, expand, readable, text_of, with_words
 from reproduction.config import Config, validated
-from reproduction.errors import UserError, check_name, one_line_errors, say
+from reproduction.errors import UserError, one_line_errors, say
 from reproduction.files import LONGEST, cut, write_json
 from reproduction.folder import RunFolder
 from reproduction.help import hydra_errors, key_of
@@ -85,7 +85,6 @@ def evaluate_run(own: dict[str, str], words: Sequence[str]) -> None:
     code = ["model.source"]
     if own.keys().isdisjoint(("images", "export")):
         code.append("dataset.source")
-        tell_left_out(saved, config)
     check_asked(config, words, *code)
     if "export" in own:
         export(config, files, own, is_run=True)
@@ -112,7 +111,7 @@ def result_of(place: Path, config: Config, hashed: list[Any]) -> Path:
     tail = ".json"
     if hashed:
         tail = f"-{config.dataset.name}-{digest(hashed)}{tail}"
-    longest = LONGEST - len("-confusion")  # of a table beside it
+    longest = LONGEST - len("-confusion")  # of a picture beside it
     return place.with_name(cut(place.name, longest, tail))
 
 
@@ -120,9 +119,7 @@ def run_folder(path: str) -> RunFolder:
     """Returns the run of a folder. UserError if it holds none."""
     folder = RunFolder(path)
     if not (folder.config_path.exists() or folder.checkpoints()):
-        runs = sorted(str(x.parent) for x in folder.path.glob("*/config.yaml"))
-        instead = f", such as {runs[0]}" if runs else " with its config.yaml"
-        raise UserError(f"run={path}: is no run; must be the folder of one{instead}")
+        raise UserError(f"run={path}: must be the folder of a run, with its config.yaml")
     return folder
 
 
@@ -135,12 +132,9 @@ def of_run(saved: Config, words: Sequence[str]) -> Config:
         key = key_of(word)
         is_metric = key.startswith(("recipe.metrics.", "recipe.metrics_options."))
         is_changeable = is_metric or key in OF_A_RUN or key.partition(".")[0] in OF_A_RUN
-        if key in FOR_TRAINING:
-            raise UserError(f"{word}: cannot be changed, it has chosen the training images")
-        if key == "model.source" and word != f"{key}={getattr(saved.model, 'source', None)}":
-            raise UserError(f"{word}: cannot be changed, it names the code of the run's model")
-        if not is_changeable:
-            raise UserError(f"{word}: not allowed here, allowed are {', '.join((*OWN, *OF_A_RUN))}")
+        if key in FOR_TRAINING or not is_changeable:
+            allowed = f"{', '.join((*OWN, *OF_A_RUN))}, but for {', '.join(FOR_TRAINING)}"
+            raise UserError(f"{word}: not allowed here, allowed are {allowed}")
     raw = {**asdict(saved), "devices": 1, "compile": False}
     raw["recipe"]["metrics"] = {}  # only those that the words name run
     changes = [word for word in words if not word.startswith("dataset=")]
@@ -149,13 +143,6 @@ def of_run(saved: Config, words: Sequence[str]) -> Config:
         raw["dataset"] |= {"mean": saved.dataset.mean, "std": saved.dataset.std}
     with hydra_errors(*words):
         return validated(Config, with_words(raw, changes))
-
-
-def tell_left_out(saved: Config, config: Config) -> None:
-    """Says which metrics of a run are left out, as the words do not name their code."""
-    for name, path in saved.recipe.metrics.items():
-        if name not in config.recipe.metrics:
-            say(f"left out: {name}; to run it, add recipe.metrics.{name}={path}")
 
 
 def of_file(words: Sequence[str]) -> Config:
@@ -167,7 +154,6 @@ def of_file(words: Sequence[str]) -> Config:
 def new_file(own: dict[str, str], key: str, ending: str) -> Path:
     """Returns the path that the key names. UserError if no such file can be created there."""
     path = Path(own[key])
-    check_name(key, path)
     if path.suffix != ending or path.exists() or not path.parent.is_dir():
         raise UserError(f"{key}={path}: must be a new {ending} file in a folder that exists")
     return path
@@ -192,8 +178,8 @@ def evaluate(config: Config, files: list[Path], own: dict[str, str], result: Pat
     from reproduction.training.evaluate import TOP
     from reproduction.training.predictions import (
         evaluate_checkpoint,
+        write_classes,
         write_predictions,
-        write_tables,
     )
 
     found = evaluate_checkpoint(config, files, images)
@@ -220,8 +206,12 @@ def evaluate(config: Config, files: list[Path], own: dict[str, str], result: Pat
     if images is None and predictions is not None:
         from reproduction.reporting.drawing import draw_confusion
 
-        classes, confusion = write_tables(result, found.predictions)
-        written += [classes, draw_confusion(confusion)]
+        by_class = result.with_name(f"{result.stem}-classes.csv")
+        write_classes(by_class, found.predictions)
+        confusion = result.with_name(f"{result.stem}-confusion.svg")
+        predicted = found.predictions
+        draw_confusion(confusion, predicted.classes, predicted.targets, predicted.best[:, 0])
+        written += [by_class, confusion]
     say(f"written to {', '.join(map(str, written))}")
 
 

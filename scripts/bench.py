@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from reproduction.machine import git_revision, hardware_name
 from reproduction.models.build import build_module, without_weights
 from reproduction.training.ranks import World, resolve_device
 from reproduction.training.step import Trainer
-from scripts import output, positive
+from scripts import positive
 from tokenmixup.assignment import gain_matrix, optimal_donors
 
 ON_GPU = 128  # images of a batch
@@ -199,7 +200,7 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("models", nargs="*", default=[*CASES], help=", ".join(CASES))
     parser.add_argument("--rounds", type=positive, default=40)
-    parser.add_argument("--out", type=output, default="outputs/bench.json", metavar="FILE.json")
+    parser.add_argument("--out", type=Path, default="outputs/bench.json", metavar="FILE.json")
     args = parser.parse_args()
     for model in args.models:
         if model not in CASES:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from reproduction.errors import Parser, UserError, one_line_errors, say
 from reproduction.files import write_text
-from scripts import output
 
 
 @one_line_errors()
@@ -19,13 +18,17 @@ def main() -> None:
         metavar="FOLDER",
         help="of runs, or single runs (default: outputs)",
     )
-    parser.add_argument("--csv", type=output, metavar="FILE", help="write the unrounded numbers")
-    parser.add_argument("--plot", type=output, metavar="FILE.png", help="of one or two varied keys")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the unrounded numbers")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.svg", help="or .png: over the varied keys"
+    )
     parser.add_argument(
         "--against", metavar="KEY=VALUE", help="test every row against the one with this value"
     )
     args = parser.parse_args()
-    from reproduction.studies.plots import draw_runs
+    if args.plot and args.plot.suffix not in (".svg", ".png"):
+        raise UserError(f"plot={args.plot}: must end in .svg or .png")
+    from reproduction.studies.plots import draw_sweep
     from reproduction.studies.rows import runs_table
     from reproduction.studies.runs import read_runs
 
@@ -35,9 +38,10 @@ def main() -> None:
         write_text(args.csv, table.csv())
         say(f"written to {args.csv}")
     if args.plot:
-        if not draw_runs(table, args.plot):
-            raise UserError(f"plot={args.plot}: needs finished runs that differ in one or two keys")
-        say(f"written to {args.plot.with_suffix('.png')} and .pdf")
+        (section,) = table.sections
+        if not draw_sweep(args.plot, section):
+            raise UserError(f"plot={args.plot}: needs finished runs that differ in a key")
+        say(f"written to {args.plot}")
 
 
 if __name__ == "__main__":

@@ -190,17 +190,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def drawn_texts(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """Maps the name of each saved figure to its texts. PDFs are stubs, as they are slow to draw."""
+    """Maps the name of each saved figure to its texts."""
     texts_of: dict[str, list[str]] = {}
     save = Figure.savefig
 
     def record(figure: Figure, path: Path, **settings: Any) -> None:
-        if settings["format"] == "pdf":
-            path.write_text("stub")
-            return
         save(figure, path, **settings)
         texts = (text.get_text() for text in figure.findobj(Text) if text.get_visible())
-        texts_of[path.name.split(".")[1]] = [text for text in texts if text]  # .NAME.png.tmp
+        texts_of[path.name.split(".")[1]] = [text for text in texts if text]  # .NAME.svg.tmp
 
     monkeypatch.setattr(Figure, "savefig", record)
     return texts_of

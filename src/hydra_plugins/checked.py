@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job, setup_globals
 from omegaconf import DictConfig, OmegaConf
@@ -129,7 +128,6 @@ class PointSweeper(BasicSweeper):
 
     def sweep(self, arguments: list[str]) -> Any:
         assert self.config is not None and self.launcher is not None
-        HydraConfig.instance().set_config(self.config)
         command = command_of(self.config)
         if not isinstance(self.launcher, CheckedLauncher):
             target = self.config.hydra.launcher._target_

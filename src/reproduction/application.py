@@ -179,7 +179,7 @@ class Notes:
 
 
 class Begun(Callback):
-    """Lets `concluding` know the folder of any sweep; conf/train.yaml names it to Hydra."""
+    """Makes Hydra's node known as soon as a sweep begins; conf/train.yaml names it to Hydra."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         HydraConfig.instance().set_config(config)

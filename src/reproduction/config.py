@@ -88,7 +88,6 @@ OPTIMIZER = Door(
         "adamw": "reproduction.training.optimizers:adamw",
         "sgd": "reproduction.training.optimizers:sgd",
     },
-    timm="reproduction.training.optimizers:TIMM",
 )
 LOSS = Door("recipe.loss", {"cross_entropy": "reproduction.training.step:cross_entropy"})
 METRIC = Door("recipe.metrics.*")
@@ -113,23 +112,23 @@ def metric_name(value: str) -> str:
 
 @schema
 class Model:
-    """Settings shared by all models."""
+    """Settings shared by all models, with the default layers of HTM and VTM."""
 
     name: FolderName
     image_size: Size
     weights: PathName | None
+    checkpoint_blocks: StrictBool = False
+    htm_layer: Whole | None = None
+    vtm_layer: Whole | None = None
 
 
 @schema
 class Transformer(Model):
-    """A plain sequence of blocks that supports HTM and VTM, with their default layers."""
+    """A plain sequence of blocks that supports HTM and VTM."""
 
     depth: Blocks
     attn_drop: Rate
     drop_path: Rate
-    checkpoint_blocks: StrictBool = False
-    htm_layer: Whole
-    vtm_layer: Whole
 
 
 @schema
@@ -179,13 +178,11 @@ class Library(Model):
     architecture: str
     options: dict[str, Any] = Field(default_factory=dict)
     stem: Literal["imagenet", "cifar"]
-    htm_layer: Whole | None = None
-    vtm_layer: Whole | None = None
 
 
 @schema
 class Own(Model):
-    """A model of one's own, with the default layers of HTM and VTM.
+    """A model of one's own.
 
     Its factory `source` gets `num_classes` and `options`.
     """
@@ -193,9 +190,6 @@ class Own(Model):
     family: Literal["custom"]
     source: Annotated[str, AfterValidator(MODEL.checked), MODEL.schema]
     options: dict[str, Any] = Field(default_factory=dict)
-    checkpoint_blocks: StrictBool = False
-    htm_layer: Whole
-    vtm_layer: Whole
 
 
 AnyModel = CCT | ViT | Library | Own
@@ -389,7 +383,7 @@ class Config:
         cannot_be_captured = (
             self.devices > 1
             or self.augmentation.manifold_mixup is not None
-            or getattr(self.model, "checkpoint_blocks", False)
+            or self.model.checkpoint_blocks
         )
         if self.compile == "cuda-graph" and cannot_be_captured:
             needs = "needs devices=1, no manifold_mixup and no model.checkpoint_blocks"
@@ -448,9 +442,7 @@ def check_new(config: Config) -> None:
     for name in ("mean", "std"):
         values = getattr(config.dataset, name)
         if max(values) > 1:
-            scaled = [round(value / 255, 4) for value in values]
-            rule = f"must be of pixels in 0..1, perhaps {scaled}"
-            raise UserError(f"dataset.{name}={values}: {rule}")
+            raise UserError(f"dataset.{name}={values}: must be of pixels in 0..1")
     if recipe.warmup_epochs > recipe.epochs:
         rule = f"must be at most recipe.epochs={recipe.epochs}, or the rate never arrives"
         raise UserError(f"recipe.warmup_epochs={recipe.warmup_epochs}: {rule}")

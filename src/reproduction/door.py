@@ -59,33 +59,23 @@ class Door:
     key: str
     # the paths of ours by name: to list them, nothing is imported
     ours: Mapping[str, str] = field(default_factory=dict)
-    timm: str = ""  # the path of an object whose attributes are timm's: NAME, or timm:NAME
 
     @property
     def allowed(self) -> str:
         names = ", ".join(self.ours)
-        if self.timm:
-            names += ", a name of timm's"
         return f"{names} or {FORM}" if names else FORM
 
     def takes(self, chosen: Any) -> bool:
-        """Whether this is a name of ours, or has the form of a path, or of a name of timm's."""
-        if not isinstance(chosen, str):
-            return False
-        return bool((self.timm and chosen.isidentifier()) or PATH.fullmatch(self.path(chosen)))
+        """Whether this is a name of ours, or has the form of a path."""
+        return isinstance(chosen, str) and PATH.fullmatch(self.path(chosen)) is not None
 
     def path(self, chosen: str) -> str:
         """Returns the path that a name stands for, or that stands here itself."""
-        package, _, name = chosen.rpartition(":")
-        if chosen not in self.ours and self.timm and package in ("", "timm"):
-            return f"{self.timm}.{name}"
         return self.ours.get(chosen, chosen)
 
     def is_own(self, chosen: str) -> bool:
-        """Whether this is neither an entry of the table nor timm's: code that must be asked for."""
-        path = self.path(chosen)
-        is_timms = bool(self.timm) and path.startswith(f"{self.timm}.")
-        return path not in self.ours.values() and not is_timms
+        """Whether this is no entry of the table: code that must be asked for."""
+        return self.path(chosen) not in self.ours.values()
 
     def checked(self, chosen: str) -> str:
         """Returns a name of ours or a path; ValueError for anything else."""

@@ -14,7 +14,7 @@ from typing import Literal, NoReturn, TextIO, TypeVar
 
 from tqdm import tqdm
 
-from reproduction.files import LACKS, LONGEST, lack_behind
+from reproduction.files import LACKS, lack_behind
 from reproduction.machine import is_first_rank
 
 # Signals that end a run: from a terminal, on preemption, or from a launcher.
@@ -126,12 +126,6 @@ def told(error: Exception) -> str:
     if isinstance(error, OneLineError):
         return str(error)
     return first_line(error)
-
-
-def check_name(key: str, path: Path) -> None:
-    """Raises UserError if the name of a file that will be written is too long."""
-    if len(os.fsencode(path.name)) > LONGEST:
-        raise UserError(f"{key}={path}: the name of a file has at most {LONGEST} bytes")
 
 
 class Interrupted(OneLineError):

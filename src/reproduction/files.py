@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -59,7 +58,8 @@ def replacing(path: Path) -> Iterator[Path]:
     After a loss of power `path` is the old file or the new one. Processes that write the same
     file do not disturb each other: the last one counts.
     """
-    tail = f".{_host()}-{os.getpid()}.tmp"
+    host = socket.gethostname().replace(".", "-")
+    tail = f".{host}-{os.getpid()}.tmp"
     temporary = path.with_name(cut(f".{path.name}", LONGEST, tail))
     with naming(path):
         try:
@@ -99,21 +99,3 @@ def flush(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _host() -> str:
-    return socket.gethostname().replace(".", "-")
-
-
-def is_left_over(temporary: Path) -> bool:
-    """Whether the process of this machine that began to write a temporary file is gone."""
-    name = re.fullmatch(r"\..+\.(.+)-(\d+)\.tmp", temporary.name)  # as `replacing` gives it
-    if name is None or name[1] != _host():
-        return False
-    try:
-        os.kill(int(name[2]), 0)  # sends nothing
-    except ProcessLookupError:
-        return True
-    except PermissionError:  # of another user
-        pass
-    return False

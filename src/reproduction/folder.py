@@ -3,7 +3,7 @@
 config.yaml       configuration, of its latest start
 metrics.jsonl     one line per training step and one per evaluated epoch
 summary.json      status (running, finished, interrupted, failed), data, result, accuracies by epoch
-report.md         the result of a finished run, with pictures (.png, .pdf)
+report.md         the result of a finished run, with pictures (.svg, .png)
 evaluation-*      what eval.py has written
 .lock             held by the training process; names it, and the job that trains or will train this
 checkpoints/      last.pt and older ones to resume from, best.safetensors for evaluation
@@ -31,7 +31,7 @@ from filelock import FileLock, Timeout
 from reproduction.cluster import is_restarted, job_id
 from reproduction.config import Config
 from reproduction.errors import OneLineError, UserError, of_system, warn
-from reproduction.files import flush, is_left_over, naming, write_text
+from reproduction.files import flush, naming, write_text
 from reproduction.identity import changes, run_hash, saved
 from reproduction.machine import is_first_rank, launched_ranks
 
@@ -144,15 +144,18 @@ class RunFolder:
 
     def holder(self) -> str:
         """Returns which process trains this run, or was the last to."""
-        return self.lock_path.read_text().strip().replace("\n", ", ") or "another process"
+        return self._lock_text().strip().replace("\n", ", ") or "another process"
 
     def job(self) -> str | None:
         """Returns the job of a cluster to which this run was given last, if any."""
-        if not os.path.lexists(self.lock_path):
-            return None
-        with _named(self.lock_path):
-            _, _, job = self.lock_path.read_text().partition(OF_A_JOB)
+        _, _, job = self._lock_text().partition(OF_A_JOB)
         return job.strip() or None
+
+    def _lock_text(self) -> str:
+        if not os.path.lexists(self.lock_path):
+            return ""
+        with _named(self.lock_path):
+            return self.lock_path.read_text()
 
     def give_to(self, job: str) -> None:
         """Records the job that was submitted to train this run."""
@@ -197,21 +200,9 @@ class RunFolder:
         if self.summary_path.exists():
             trained = self.read_summary().get("run_hash")
         if trained not in (None, run_hash(config)):
-            reason = (
-                f"the run that it holds is {run_hash(config)}, and summary.json is of {trained}"
-            )
-            raise UserError(f"{self.config_path}: was changed: {reason}{self._changed(config)}")
+            reason = f"its run is {run_hash(config)}, and summary.json is of {trained}"
+            raise UserError(f"{self.config_path}: was changed: {reason}")
         return config
-
-    def _changed(self, config: Config) -> str:
-        """Says what has been changed in config.yaml, if a checkpoint tells it."""
-        paths = self.checkpoints()
-        if not paths:
-            return ""
-        held = _in_checkpoint(tuple(paths), paths[0].stat().st_mtime_ns)
-        if "config" not in held:
-            return ""
-        return f"; it has {changes(config, saved(held['config']))}"
 
     def read_summary(self) -> dict[str, Any]:
         """Returns the summary, of a checkpoint if the file is damaged; empty if there is none."""
@@ -313,14 +304,12 @@ class RunFolder:
         """Removes the temporary files of processes that are gone.
 
         Who wrote a checkpoint, the configuration or the summary held the lock, which is ours now;
-        so that process is gone, on whatever machine. Other files are written without the lock.
+        so that process is gone, on whatever machine. Other files are written without the lock, and
+        what a killed process leaves of one stays.
         """
-        gone = [*self.last_path.parent.glob(".*.tmp")]
-        for path in (self.config_path, self.summary_path):
-            gone += self.path.glob(f".{path.name}.*.tmp")
-        gone += filter(is_left_over, self.path.glob(".*.tmp"))
-        for temporary in gone:
-            temporary.unlink(missing_ok=True)
+        for path in (self.last_path, self.best_path, self.config_path, self.summary_path):
+            for temporary in path.parent.glob(f".{path.name}.*tmp"):
+                temporary.unlink(missing_ok=True)
 
 
 # What the summary of an earlier revision has of the latest start alone.
@@ -473,10 +462,8 @@ def hold(folder: RunFolder) -> Iterator[None]:
         lock.acquire(PATIENCE_AT_RESTART if launched_ranks() or is_restarted() else PATIENCE)
         path.write_text(text)
     except Timeout:
-        taken = f"name={folder.path.name}: {folder.holder()} is training {folder.path}"
-        if job is not None and folder.job() == job:
-            taken += "; a run is one task of a job, in which devices=N starts N processes"
-        raise UserError(taken) from None
+        taken = f"{folder.holder()} is training {folder.path}"
+        raise UserError(f"name={folder.path.name}: {taken}") from None
     except OSError as error:
         raise of_system(error, f"output_root={folder.path.parent}") from error
     try:

@@ -184,17 +184,10 @@ class SlurmJobs(Jobs):
         return queued_jobs()
 
     def wait(self, jobs: Collection[str]) -> None:
-        ids = set()
-        for job in jobs:
-            array, _, _ = job.partition("_")
-            ids.add(array if job in self.submitted else job)
-        command = f"`scancel {' '.join(sorted(ids))}` ends the jobs"
-        if self.submitted:
-            say(f"{command}, Ctrl-C the waiting for them alone")
         try:
             super().wait(jobs)
         except KeyboardInterrupt as interrupt:
-            reason = f"{command}, which go on; the same command waits for them"
+            reason = "the jobs go on until `scancel`, and the same command waits for them"
             raise KeyboardInterrupt(f"interrupted; {reason}") from interrupt
 
 

@@ -33,7 +33,7 @@ from reproduction.folder import find
 from reproduction.help import key_of
 from reproduction.identity import files_of_code, row_hash
 from reproduction.machine import is_first_rank
-from reproduction.studies.study import PAPERS, Part, planned, swept_texts
+from reproduction.studies.study import Part, planned, swept_texts
 
 if TYPE_CHECKING:  # imports pandas
     from reproduction.studies.runs import Run
@@ -155,24 +155,22 @@ class Sweep:
 
     def _write(self, begun: Sequence["Run"]) -> list[Path]:
         """Prints and writes the tables of the runs that have begun, and returns their files."""
-        from reproduction.studies.plots import draw_runs  # imports matplotlib
+        from reproduction.studies.page import write_page  # imports matplotlib
         from reproduction.studies.rows import study_table, sweep_table
+        from reproduction.studies.table import Table
 
         outputs = Path(self.points[0].config.output_root)
-        tables = [study_table(part, begun, outputs) for part in self.parts]
+        tables = list[tuple[Table, Part | None]]()
+        for part in self.parts:
+            table = study_table(part, begun, outputs)
+            if table.counted.runs or table.extras:
+                tables.append((table, part))
         if not self.parts and any(run.status != "unusable" for run in begun):
-            tables = [sweep_table(self.points, begun)]
+            tables.append((sweep_table(self.points, begun), None))
         files = []
-        for table in tables:
-            if table.counted.runs or table.extras or not self.parts:
-                say(f"\n# {table.title}\n\n{table.markdown(is_short=True)}")
-                files.append(table.write(outputs))
-                if not self.parts and draw_runs(table, files[0].with_suffix(".png")):
-                    files.append(files[0].with_suffix(".png"))
-        if files and any(part.name in PAPERS for part in self.parts):
-            from reproduction.studies.page import write_page  # imports torch
-
-            files.append(write_page(self.parts, tables, outputs))
+        for table, of_study in tables:
+            say(f"\n# {table.title}\n\n{table.markdown(is_short=True)}")
+            files.append(write_page(table, outputs, of_study))
         return files
 
     def listing(self) -> str:

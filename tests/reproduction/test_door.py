@@ -82,7 +82,14 @@ KEYS: dict[str, tuple[Words, str]] = {
     "recipe.loss": ((), "losing"),
     "recipe.metrics.mine": ((), "measuring"),
 }
-OPTIMIZERS = ["adamw", "sgd", "timm:sgd", "lion", "adan", "muon", "lamb", "torch.optim:RAdam"]
+OPTIMIZERS = [
+    "adamw",
+    "sgd",
+    "timm.optim:Lion",
+    "timm.optim:Adan",
+    "timm.optim:Lamb",
+    "torch.optim:RAdam",
+]
 OPTIONS = {"model.source": "model.options", "recipe.metrics.mine": "recipe.metrics_options.mine"}
 MISTAKES = {  # path -> what the line names
     "{name}.": "must be",
@@ -204,10 +211,14 @@ matching.capturable = True
 
 
 def test_a_graph_is_captured_of_code_that_says_it_can_be(module: Path):
-    """Also of ours: the gradient of the input is another pass, and timm's optimisers wait."""
+    """Also of ours: the gradient of the input is another pass, and other optimisers wait."""
     graph = (ONE, "compile=cuda-graph", "device=cuda", "dry_run=1", "augmentation=[htm]")
     matching = "augmentation.htm.matching=tokenmixup_of_mine:matching"
-    for word in (matching, "augmentation.htm.detector=gradient", "recipe.optimizer=lion"):
+    for word in (
+        matching,
+        "augmentation.htm.detector=gradient",
+        "recipe.optimizer=timm.optim:Lion",
+    ):
         assert_refused(train(graph, word), f"compile=cuda-graph {word}: cannot be captured")
     assert_succeeded(train(graph), "1 not started")
     module.with_name("mine_captured.py").write_text(CAPTURABLE)

@@ -183,7 +183,7 @@ def test_an_edited_configuration_does_not_make_another_run_of_one_that_was_train
     assert_succeeded(train(SMALL, "name=mine", "resume=auto"))
     edit(run, "recipe.epochs", 3)
     before = snapshot()
-    told = ("config.yaml", "was changed", run.summary["run_hash"], "recipe.epochs=3 instead of 2")
+    told = ("config.yaml", "was changed", run.summary["run_hash"])
     for epochs in (2, 3):
         words = (SMALL, f"recipe.epochs={epochs}", "name=mine", "resume=auto")
         assert_refused(train(words), *told)
@@ -203,7 +203,7 @@ def test_a_configuration_that_is_edited_while_it_trains_is_not_gone_on_with(here
     edit(run, "recipe.lr", 0.1)
     for lr in (0.1, 0.002):
         refused = train(words, f"recipe.lr={lr}")
-        assert_refused(refused, "config.yaml", "recipe.lr=0.1 instead of 0.002")
+        assert_refused(refused, "config.yaml", "was changed")
     summary = {key: value for key, value in run.summary.items() if key != "run_hash"}
     (run.path / "summary.json").write_text(json.dumps(summary))  # as of an earlier revision
     assert_refused(train(words, "recipe.lr=0.1"), "last.pt", "recipe.lr=0.1 instead of 0.002")
@@ -226,7 +226,6 @@ def test_each_start_of_a_run_is_recorded(here: Path):
         assert start.keys() == {"step", "began", "git_revision", "versions", "hardware", "threads"}
     table = script("runs", "outputs").out
     assert "git 0123456789-dirty, fedcba9876" in table
-    assert ", ".join(revisions) in Path("outputs/mine/report.md").read_text()
 
 
 SPELLINGS = [

@@ -172,7 +172,7 @@ def test_labels_that_are_none_are_refused_with_the_first_place(here: Path, name:
     [
         ("+dataset.options.size=3", "unexpected keyword argument 'size'; its arguments are name"),
         ("~dataset.options.name", "missing a required argument: 'name'"),
-        ("dataset.root=x", "load reads no folder"),
+        ("dataset.root=x", "unexpected keyword argument 'root'"),
     ],
 )
 def test_arguments_that_a_function_does_not_take_are_named(here: Path, word: str, told: str):

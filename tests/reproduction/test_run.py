@@ -231,14 +231,14 @@ def test_scorenet_learns_from_its_loss(here: Path):
 
 
 def test_first_lines_and_summary_say_the_numbers_of_auto(here: Path):
-    """For 10 classes and 64 tokens; guessing scores ln 10 = 2.30 nats."""
+    """For 10 classes and 64 tokens."""
     result = train("name=mine", SMALL)
     assert "\nhtm: tau = 1\nhtm: rho = 0.02\n" in result.out
     assert Run("outputs/mine").summary["htm"] == {"tau": [1.0], "rho": [0.02]}
     assert Run("outputs/mine").config["augmentation"]["htm"]["tau"] == "auto"
     layers = ("augmentation=[htm]", "augmentation.htm.layer=[0,1]", "augmentation.htm.rho=0")
     result = train("name=two", layers, "augmentation.htm.tau=[2.4,auto]", SMALL)
-    assert_succeeded(result, "htm: tau = 2.4, 1\nhtm: rho = 0, 0\n", "2.303 for a guess")
+    assert_succeeded(result, "htm: tau = 2.4, 1\nhtm: rho = 0, 0\n")
     for line in Run("outputs/two").steps:
         for name in ("easy_samples", "mixed_samples"):
             assert line[name] >= line[f"{name}/0"]
@@ -279,8 +279,6 @@ def test_evaluations_and_the_result_of_a_run(here: Path, every: int):
     late = [line["top1"] for line in run.epochs if line["epoch"] > 3]
     assert run.summary["top1_best"] == max(top1)
     assert run.summary["top1_median10"] == median(late)
-    report = (run.path / "report.md").read_text()
-    assert f"median of the last {len(late)} evaluated epochs | {median(late):.2f} %" in report
     if every == 1:
         assert late == top1[-10:]
         assert median(late) != median(top1[-11:]), "choose another seed"

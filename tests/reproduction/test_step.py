@@ -208,7 +208,7 @@ def test_vectors_and_embeddings_do_not_decay():
         assert decay[id(parameter)] == expected, name
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "timm.optim:Lamb"])
 def test_an_optimizer_is_made_with_the_rates_of_the_recipe(name: str):
     rates = ("recipe.lr=0.02", "recipe.weight_decay=0.3")
     trainer = build_trainer(f"recipe.optimizer={name}", rates, PLAIN, "device=cpu")

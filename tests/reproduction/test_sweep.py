@@ -222,7 +222,6 @@ def test_studies_of_one_stem_have_files_of_their_own():
         assert report_files(f"{place}.yaml") == found[-1]
     assert not found[0] & found[1]
     assert "table1.md" not in found[2]
-    assert not any(name.endswith(".html") for names in found for name in names)
 
 
 # --- words ---------------------------------------------------------------------------------------

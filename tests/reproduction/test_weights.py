@@ -228,7 +228,7 @@ REFUSED = {  # what is in the file, part of the line
     "missing": (lambda: tiny_state(norm__bias=None), "norm.bias"),
     "extra": (lambda: tiny_state(typo=torch.ones(1)), "typo"),
     "shape": (lambda: tiny_state(norm__bias=torch.ones(3)), "norm.bias"),
-    "integers": (lambda: tiny_state(norm__bias=torch.ones(16).long()), "int64"),
+    "integers": (lambda: tiny_state(norm__bias=torch.ones(16).long()), "norm.bias"),
     "head without bias": (lambda: tiny_state(head__bias=None), "head.bias"),
     "another model": (lambda: initial_model(VIT).state_dict(), "cls_token"),
     "nothing": (dict, "pos_embed"),

@@ -179,20 +179,18 @@ def build_input_mixing(stack: Augmentation) -> InputMixing | OwnMixing | None:
     """
     for name, settings in stack.own.items():
         return OwnMixing(name, settings)
-    mixup, cutmix = stack.mixup, stack.cutmix
-    if mixup is not None and cutmix is not None:
-        both = mixup.prob + cutmix.prob
-        return InputMixing(
-            mixup_alpha=mixup.alpha,
-            cutmix_alpha=cutmix.alpha,
-            prob=both / 2,
-            switch_prob=cutmix.prob / both if both > 0 else 0.0,  # to CutMix
-        )
-    if mixup is not None:
-        return InputMixing(mixup_alpha=mixup.alpha, cutmix_alpha=0.0, prob=mixup.prob)
-    if cutmix is not None:
-        return InputMixing(mixup_alpha=0.0, cutmix_alpha=cutmix.alpha, prob=cutmix.prob)
-    return None
+    mixings = (stack.mixup, stack.cutmix)
+    probs = [0.0 if each is None else each.prob for each in mixings]
+    mixup_alpha, cutmix_alpha = [0.0 if each is None else each.alpha for each in mixings]
+    number = len(mixings) - mixings.count(None)
+    if number == 0:
+        return None
+    return InputMixing(
+        mixup_alpha=mixup_alpha,
+        cutmix_alpha=cutmix_alpha,
+        prob=sum(probs) / number,
+        switch_prob=probs[1] / (sum(probs) or 1),  # to CutMix
+    )
 
 
 class Erasing:

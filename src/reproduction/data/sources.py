@@ -22,13 +22,12 @@ import numpy as np
 import pandas as pd
 from filelock import FileLock
 from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
-from torchvision.datasets.utils import check_integrity
 
 from reproduction.config import DATA, Dataset
 from reproduction.data.halves import Data, Half, Items, read_all
 from reproduction.data.images import ENDINGS, is_hidden, read
 from reproduction.door import Refused
-from reproduction.errors import UserError, few, first_line, hide_warnings
+from reproduction.errors import UserError, as_typed, few, first_line, hide_warnings
 from reproduction.files import lack_behind
 
 HELD_OUT_DIGITS = 360  # of 1,797, stratified
@@ -58,38 +57,31 @@ def opened(dataset: Dataset) -> Data:
 
 def check_source(dataset: Dataset) -> None:
     """Raises UserError if the function of a data set is not there, or takes other arguments."""
-    _prepared(dataset.source, dataset.root, json.dumps(dataset.options, sort_keys=True))
+    _prepared(dataset.source, dataset.root, dataset.options)
 
 
 @lru_cache(maxsize=1)
 def _call_source(source: str, root: str | None, options: str) -> Data:
     """Calls the function of a data set; the last result serves all points of a sweep."""
-    function = _prepared(source, root, options)
-    with DATA.refusing(source, _word(source, root, options)):
+    arguments = json.loads(options)
+    function = _prepared(source, root, arguments)
+    with DATA.refusing(source, _word(source, root, arguments)):
         return _labelled([*function()])
 
 
-def _prepared(source: str, root: str | None, options: str) -> Callable[[], Any]:
+def _prepared(source: str, root: str | None, options: dict[str, Any]) -> Callable[[], Any]:
     """Returns the function of a data set with its arguments."""
-    arguments = json.loads(options)
+    place = {} if root is None else {"root": root}
     with DATA.refusing(source, _word(source, root, options)):
-        if root is None:
-            return DATA.prepared(source, arguments)
-        try:
-            return DATA.prepared(source, {**arguments, "root": root})
-        except Refused as error:
-            DATA.prepared(source, arguments)  # which names what else is wrong
-            name = getattr(DATA.factory(source), "__name__", source)
-            must = "dataset=image_folder reads images of one"
-            raise Refused(f"{name} reads no folder; {must}") from error
+        return DATA.prepared(source, {**options, **place})
 
 
-def _word(source: str, root: str | None, options: str) -> str:
+def _word(source: str, root: str | None, options: dict[str, Any]) -> str:
     """Returns the word that is probably wrong, if anything is; of code from elsewhere, its own."""
     if DATA.is_own(source):
         return ""
-    if json.loads(options).keys() - {"root"}:
-        return f"dataset.options={options}"
+    if options.keys() - {"root"}:
+        return f"dataset.options={as_typed(options)}"
     return f"dataset.root={root or 'null'}"
 
 
@@ -339,19 +331,7 @@ def _cifar(kind: type[CIFAR10], root: str) -> list[CIFAR10]:
             if lack is not None:
                 raise lack from error
             put = f"put {kind.url} (MD5 {kind.tgz_md5}, not unpacked) into {os.path.abspath(root)}"
-            here = _what_is_here(kind, Path(root))
-            raise Refused(f"{here} no download ({first_line(error)}); {put}".lstrip()) from error
-
-
-def _what_is_here(kind: type[CIFAR10], root: Path) -> str:
-    """Says what is wrong with the files of CIFAR that are here, if any are."""
-    folder = root / kind.base_folder
-    if not folder.is_dir():
-        deeper = [path for path in root.glob(f"*/{kind.base_folder}") if path.is_dir()]
-        return f"the files are in {deeper[0].parent}, which may be the root;" if deeper else ""
-    sums = [*kind.train_list, *kind.test_list]
-    bad = [name for name, md5 in sums if not check_integrity(folder / name, md5)]
-    return f"{folder}: damaged or missing: {', '.join(bad)};" if bad else ""
+            raise Refused(f"no download ({first_line(error)}); {put}") from error
 
 
 cifar10 = partial(_cifar, CIFAR10)

@@ -28,7 +28,7 @@ from reproduction.machine import keep_freed_memory
 from reproduction.models.cct import CCT
 from reproduction.models.library import build_library_model, build_vit
 from reproduction.models.names import State
-from reproduction.models.weights import Weights, extract_weights, matching_state, read_file
+from reproduction.models.weights import Weights, extract_weights, load_state, read_file
 from tokenmixup import HTM, Adapter, Output, TokenMixup, attach, blocks_of
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -112,21 +112,21 @@ def count_classes(config: AnyModel, state: State) -> int:
 def load_initial_weights(config: AnyModel, model: nn.Module) -> str | None:
     """Loads `weights`, if set, and returns what was loaded.
 
-    A head for another number of classes stays new, and a model on the meta device is only checked.
-    Raises UserError if the file is unreadable or does not fit.
+    A head of which no parameter fits, as for another number of classes, stays new. Raises UserError
+    if the file is unreadable or does not fit.
     """
     if config.weights is None:
         return None
     origin = f"model.weights={config.weights}"
+    state = extract_weights(origin, read_file(origin, Path(config.weights))).state
+    own = model.state_dict()
     head = head_names(config)
-    weights = extract_weights(origin, read_file(origin, Path(config.weights)))
-    state = matching_state(weights, model, head)
-    if not next(model.parameters()).is_meta:
-        model.load_state_dict(state)
-    new = [name for name in head if state[name] is not weights.state.get(name)]
+    fitting = [name for name in head if name in state and state[name].shape == own[name].shape]
     with_head = "and its head"
-    if new:
-        with_head = f"but a new head for {len(state[new[0]])} classes"
+    if head and not fitting:
+        state |= {name: own[name] for name in head}
+        with_head = f"but a new head for {len(own[head[0]])} classes"
+    load_state(origin, state, model)
     return f"{len(state) - len(head)} parameters of {config.weights}, {with_head}"
 
 
@@ -155,7 +155,7 @@ def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> Tok
             htm=htm,
             vtm=stack.vtm,
             manifold_mixup=stack.manifold_mixup,
-            checkpoint_blocks=getattr(config, "checkpoint_blocks", False),
+            checkpoint_blocks=config.checkpoint_blocks,
             adapter=adapter,
         )
     except ValueError as error:
@@ -203,7 +203,7 @@ def try_pass(config: Config, num_classes: int) -> Trial:
 def build_trained(config: AnyModel, weights: Weights, num_classes: int) -> nn.Module:
     """Builds the plain model with trained weights; UserError if they do not fit."""
     model = build_model(without_weights(config), num_classes)
-    model.load_state_dict(matching_state(weights, model))
+    load_state(weights.origin, weights.state, model)
     return model
 
 

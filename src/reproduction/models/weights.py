@@ -9,7 +9,6 @@ import json
 import re
 import warnings
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,47 +144,13 @@ def _state_dict(content: Any) -> State:
     return dict(state)
 
 
-def matching_state(weights: Weights, model: nn.Module, head: Sequence[str] = ()) -> State:
-    """Returns the state to load into `model`, with exactly its parameters and shapes.
+def load_state(origin: str, state: State, model: nn.Module) -> None:
+    """Loads a state with exactly the parameters of a model; on the meta device it takes theirs.
 
-    If the parameters of `head` are all missing, or are for another number of classes, the model
-    keeps its own. Raises UserError that names missing and extra parameters and other shapes.
+    Raises UserError that names missing and extra parameters and other shapes.
     """
-    expected = model.state_dict()
-    state = dict(weights.state)
-    if not _has_head(state, expected, head):
-        state |= {name: expected[name] for name in head}
-    problems = {
-        "lacks parameters": [name for name in expected if name not in state],
-        "has others": [name for name in state if name not in expected],
-        "has other shapes": [
-            f"{name} is {_shape(state[name])}, the model has {_shape(value)}"
-            for name, value in expected.items()
-            if name in state and _shape(state[name]) != _shape(value)
-        ],
-    }
-    texts = [f"{problem}: {len(x)} ({few(x)})" for problem, x in problems.items() if x]
-    if texts:
-        raise UserError(f"{weights.origin}: does not fit the model, {', '.join(texts)}")
-    return state
-
-
-def _has_head(state: State, expected: State, head: Sequence[str]) -> bool:
-    """Whether a state has the head of a model, or a part of it, for its number of classes."""
-    given = [state[name] for name in head if name in state]
-    if not given:
-        return False
-    if len(given) < len(head):
-        return True  # what it lacks is named
-    sizes = {len(value) if value.ndim else 0 for value in given}
-    return sizes == {len(expected[head[0]])}
-
-
-def module_state(origin: str, content: dict[str, Any], module: nn.Module) -> State:
-    """Returns the state of all of `module` from the content of a training checkpoint."""
-    return matching_state(Weights(origin, content["module"]), module)
-
-
-def _shape(value: Tensor) -> str:
-    shape = str(list(value.shape))
-    return shape if value.is_floating_point() else f"{shape} of {value.dtype}"
+    try:
+        model.load_state_dict(state, assign=next(model.parameters()).is_meta)
+    except RuntimeError as error:
+        _, _, reason = str(error).partition("\n")  # after the name of the class
+        raise UserError(f"{origin}: does not fit the model: {reason}") from error

@@ -1,6 +1,6 @@
 """The style of all figures, the curves of one run, and the confusion matrix of an evaluation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,14 @@ STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.edgecolor": "none",  # white behind the text, no frame
-    "pdf.fonttype": 42,  # keeps text searchable and editable
+    "svg.hashsalt": "",  # the same names in each file
     "text.parse_math": False,  # names of runs, classes and machines may contain $
 }
 
-MOST_NAMES = 30  # classes of a confusion matrix; more are numbered by the axis
-MOST_COUNTS = 15  # classes whose cells hold their counts
+MOST_NAMES = 30  # classes that a confusion matrix names; of more the first and the last
+MOST_VALUES = 15  # classes whose cells hold their shares
 LONGEST_CLASS = 16  # characters of a class name
 DPI = 150
-PICTURES = ("accuracy", "mixed_samples", "mixed_pairs", "memory", "saliency")  # of a run, .png
 ACCURACY = (
     "Top-1 and loss on the images that the axis names, and training loss. That is of augmented and "
     "mixed images with soft labels, by a model with dropout: it can lie above the other loss."
@@ -44,14 +43,12 @@ MIXED_SAMPLES = (
 
 @contextmanager
 def figure(path: Path, *grid: int, figsize: tuple[float, float], **settings: Any) -> Iterator[Any]:
-    """Yields axes, and saves them as .png and as .pdf beside it, reproducible byte for byte."""
+    """Yields axes, and saves them as .png or .svg, as `path` ends, the same byte for byte."""
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize, layout="constrained")  # by pyplot it would need a backend
         yield fig.subplots(*grid, **settings)
-        for kind, metadata in (("png", None), ("pdf", {"CreationDate": None})):
-            with replacing(path.with_suffix(f".{kind}")) as temporary:
-                fig.savefig(temporary, format=kind, dpi=DPI, metadata=metadata)
-            fig.set_layout_engine("none")  # both as it was laid out for the first
+        with replacing(path) as temporary:
+            fig.savefig(temporary, format=path.suffix[1:], dpi=DPI, metadata={"Date": None})
 
 
 def draw_mixed_samples(path: Path, steps: pd.DataFrame, batch_size: int) -> None:
@@ -122,31 +119,25 @@ def _scatter_with_mean(
     axes.plot(x, mean, color=color, label=label)
 
 
-def draw_confusion(table: Path) -> Path:
-    """Draws a confusion matrix, a .csv, as a .png, which it returns, and a .pdf beside it."""
-    confusion = pd.read_csv(table, index_col=0)
-    classes = [in_one_line(name, LONGEST_CLASS) for name in confusion.columns]
-    counts = confusion.to_numpy()
-    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    picture = table.with_suffix(".png")
-    side = 2.5 + 0.3 * min(len(classes), MOST_NAMES)
-    with figure(picture, figsize=(side + 1, side)) as axes:
-        image = axes.imshow(100 * shares, cmap="Blues", vmin=0, vmax=100)
-        axes.figure.colorbar(image, label="% of the images of a class")
-        axes.set_xlabel("predicted")
-        axes.set_ylabel("class")
-        if len(classes) <= MOST_NAMES:
-            places = range(len(classes))
-            axes.set_xticks(places, classes, rotation=90)
-            axes.set_yticks(places, classes)
-        if len(classes) <= MOST_COUNTS:
-            _write_counts(axes, counts, shares)
-    return picture
+def draw_confusion(
+    path: Path, names: Sequence[str], classes: np.ndarray, predicted: np.ndarray
+) -> None:
+    """Draws the share of the images of each class, `n` indices, that is predicted as each one."""
+    from sklearn.metrics import ConfusionMatrixDisplay  # takes a second to import
 
-
-def _write_counts(axes: Axes, counts: np.ndarray, shares: np.ndarray) -> None:
-    """Writes each count that is not 0 into its cell, light on dark."""
-    for row, column in np.argwhere(counts):
-        color = "white" if shares[row, column] > 0.5 else "black"
-        text = str(counts[row, column])
-        axes.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
+    side = 2.5 + 0.3 * min(len(names), MOST_NAMES)
+    with figure(path, figsize=(side + 1, side)) as axes:
+        ConfusionMatrixDisplay.from_predictions(
+            classes,
+            predicted,
+            labels=range(len(names)),
+            display_labels=[in_one_line(name, LONGEST_CLASS) for name in names],
+            normalize="true",
+            include_values=len(names) <= MOST_VALUES,
+            values_format=".0%",
+            xticks_rotation="vertical",
+            cmap="Blues",
+            ax=axes,
+        )
+        if len(names) > MOST_NAMES:
+            axes.set(xticks=[0, len(names) - 1], yticks=[0, len(names) - 1])

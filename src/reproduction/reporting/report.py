@@ -21,8 +21,6 @@ from reproduction.reporting.drawing import (
 )
 from reproduction.reporting.pictures import draw_memory, draw_pairs, draw_saliency_maps
 from reproduction.reporting.trained import Sample, TrainedRun, load_trained, some_images
-from reproduction.training.evaluate import TOP
-from reproduction.training.metrics import MEDIAN_EPOCHS
 
 Draw = Callable[[Path, TrainedRun, Sample], str]  # returns what is drawn
 # By the methods of a stack: what they do, and what draws pictures of a trained model.
@@ -37,9 +35,13 @@ METHODS = {
         "salient tokens of each earlier block."
     ),
 }
+WHERE = (
+    "All settings are in [config.yaml](config.yaml), all numbers in [summary.json](summary.json), "
+    "and those of each batch and epoch in [metrics.jsonl](metrics.jsonl)."
+)
 OF_TRAINED: dict[str, dict[str, Draw]] = {
-    "htm": {"mixed_pairs": draw_pairs, "saliency": draw_saliency_maps},
-    "vtm": {"memory": draw_memory},
+    "htm": {"mixed_pairs.png": draw_pairs, "saliency.png": draw_saliency_maps},
+    "vtm": {"memory.png": draw_memory},
 }
 
 
@@ -56,7 +58,7 @@ def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
             config = folder.read_config()
             sections = [f"# {name}", _description(config, summary)]
             sections += [METHODS[x] for x in config.augmentation.stack if x in METHODS]
-            sections.append(_table(config, summary))
+            sections.append(WHERE)
             sections += _draw(folder, config)
             write_text(folder.report_path, "\n\n".join(sections) + "\n")
     except (OSError, OneLineError) as error:  # the run itself is finished
@@ -76,12 +78,12 @@ def _draw(folder: RunFolder, config: Config) -> list[str]:
     epochs = pd.DataFrame(epoch_lines)
     if steps.empty or epochs.empty:
         return [f"No pictures: the lines of {folder.metrics_path.name} are lost."]
-    sections = [_picture("accuracy", ACCURACY)]
-    draw_accuracy(folder.path / "accuracy.png", steps, epochs)
+    sections = [_picture("accuracy.svg", ACCURACY)]
+    draw_accuracy(folder.path / "accuracy.svg", steps, epochs)
     stack = config.augmentation.stack
     if "htm" in stack:
-        draw_mixed_samples(folder.path / "mixed_samples.png", steps, config.recipe.batch_size)
-        sections.append(_picture("mixed_samples", MIXED_SAMPLES))
+        draw_mixed_samples(folder.path / "mixed_samples.svg", steps, config.recipe.batch_size)
+        sections.append(_picture("mixed_samples.svg", MIXED_SAMPLES))
     draws = {name: draw for method in stack for name, draw in OF_TRAINED.get(method, {}).items()}
     if draws:
         sections += _draw_trained(folder, config, draws)
@@ -99,15 +101,15 @@ def _draw_trained(folder: RunFolder, config: Config, draws: Mapping[str, Draw]) 
         return
     for name, draw in draws.items():
         try:
-            yield _picture(name, draw(folder.path / f"{name}.png", trained, sample))
+            yield _picture(name, draw(folder.path / name, trained, sample))
         except ValueError as error:
-            yield f"{name}.png is not drawn: {error}."
+            yield f"{name} is not drawn: {error}."
         except RuntimeError as error:
-            yield f"{name}.png is not drawn: {told(error)}."
+            yield f"{name} is not drawn: {told(error)}."
 
 
 def _picture(name: str, caption: str) -> str:
-    return f"![{name.replace('_', ' ')}]({name}.png)\n\n{caption}"
+    return f"![{name}]({name})\n\n{caption}"
 
 
 # --- text ---------------------------------------------------------------------------------------
@@ -128,59 +130,9 @@ def _headline(summary: dict[str, Any]) -> str:
 
 
 def _description(config: Config, summary: dict[str, Any]) -> str:
-    """What was trained on what, with what and where, and the result."""
-    data = config.dataset
-    images = data.name
-    if data.limit is not None:
-        images = f"{data.limit:,} images of {data.name}"
-    if data.validation:
-        images += f" ({data.validation:.0%} of them for validation)"
+    """What was trained on what, and the result."""
     mixing = "+".join(config.augmentation.stack) or "no mixing"
-    where = ""
-    hardware = dict.fromkeys(start["hardware"] for start in summary["starts"])
-    if hardware:
-        where += f", on {' and '.join(hardware)}"
-    if config.devices > 1:
-        where += f" in {config.devices} processes"
     return (
-        f"{config.model.name} ({summary['parameters']:,} parameters), trained on {images} with "
-        f"{mixing}, seed {config.seed}{where}: {_headline(summary)}."
+        f"{config.model.name} ({summary['parameters']:,} parameters), trained on "
+        f"{config.dataset.name} with {mixing}, seed {config.seed}: {_headline(summary)}."
     )
-
-
-def _table(config: Config, summary: dict[str, Any]) -> str:
-    rows = {}
-    if summary.get("classes", TOP + 1) > TOP:
-        rows["top-5"] = f"{summary['top5_last']:.2f} %"
-    rows |= _other_accuracies(config, summary)
-    if summary.get("initial_weights"):
-        rows["initial weights"] = summary["initial_weights"]
-    for name, numbers in summary.get("htm", {}).items():
-        rows[f"htm.{name}"] = ", ".join(f"{float(x):.4g}" for x in numbers)
-    revisions = dict.fromkeys(str(start["git_revision"]) for start in summary["starts"])
-    rows |= {
-        "peak learning rate": f"{config.recipe.lr:g}",
-        "batch size": f"{config.recipe.batch_size:,}",
-        "training batches": f"{summary['steps']:,}",
-        "training images per second": f"{summary['images_per_second']:,.0f}",
-        "git revision": ", ".join(revisions),
-    }
-    lines = [f"| {key} | {value} |" for key, value in rows.items()]
-    return "\n".join(["| | |", "|---|---|", *lines])
-
-
-def _other_accuracies(config: Config, summary: dict[str, Any]) -> dict[str, str]:
-    """Those on the validation images, or the median over the last epochs if it is of several."""
-    if "selected_epoch" in summary:
-        selected = f"the same, epoch {summary['selected_epoch']}"
-        return {
-            "top-1 on the validation images": f"{summary['val_top1_last']:.2f} %",
-            selected: f"{summary['val_top1_selected']:.2f} %",
-        }
-    last = int(summary["epochs"])  # which is always evaluated
-    earlier = range(max(1, last - MEDIAN_EPOCHS + 1), last)
-    number = sum(epoch % config.recipe.evaluate_every == 0 for epoch in earlier)
-    if number == 0:
-        return {}
-    title = f"top-1, median of the last {number + 1} evaluated epochs"
-    return {title: f"{summary['top1_median10']:.2f} %"}

@@ -24,7 +24,7 @@ from reproduction.data.sources import opened
 from reproduction.data.workers import collated
 from reproduction.folder import RunFolder
 from reproduction.models.build import build_module, without_weights
-from reproduction.models.weights import module_state, read_newest
+from reproduction.models.weights import load_state, read_newest
 from tokenmixup import TokenMixup
 
 BATCH = 64  # images, if the batches of the run are not smaller
@@ -67,7 +67,7 @@ def load_trained(config: Config, folder: RunFolder) -> TrainedRun:
     stack = dataclasses.replace(config.augmentation, manifold_mixup=None)
     module = build_module(without_weights(config.model), stack, len(data.classes))
     path, state = read_newest(folder.checkpoints() or [folder.last_path])
-    module.load_state_dict(module_state(f"checkpoint={path}", state, module))
+    load_state(f"checkpoint={path}", state["module"], module)
     module.model.eval()
     device = torch.device("cpu")
     if config.device != "cpu" and torch.cuda.is_available():

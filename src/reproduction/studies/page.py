@@ -1,30 +1,17 @@
-"""The page of the paper's tables with our results: what was run comes first."""
+"""The page of a table, in the report beside the runs: plots, figures, and its numbers as .csv."""
 
-import base64
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import quote
 
-import pandas as pd
-import torch
-from jinja2 import Environment
-
-from reproduction.compose import compose
 from reproduction.config import LONGEST_NAME
 from reproduction.files import cut, write_text
-from reproduction.identity import digest
-from reproduction.models.build import build_module, count_parameters, without_weights
-from reproduction.reporting.drawing import PICTURES
 from reproduction.studies.plots import draw_beside, draw_sweep
-from reproduction.studies.runs import Run
-from reproduction.studies.study import Part, PrintedModel
-from reproduction.studies.table import REPORT, Table, formatted, frame_of
+from reproduction.studies.study import Part
+from reproduction.studies.table import REPORT, Table, as_markdown, frame_of
 
-TEMPLATE = Path(__file__).with_name("page.html.jinja")
 HOW_TO_READ = """\
 Mean +/- standard deviation over n seeds of accuracies and of the held-out cross-entropy after the
 last epoch, on the test set of CIFAR, the validation set of ImageNet. Median: of the last ten
@@ -36,101 +23,51 @@ printed values; lower in: pairs whose loss falls; p: by a two-sided paired t-tes
 Holm for the other tests of the table. Intervals are not corrected for their number."""
 
 
-class Link(NamedTuple):
-    text: str
-    to: str  # relative to the page
-
-
-class Picture(NamedTuple):
-    title: str
-    png: str  # in base64
-
-
-class Chapter(NamedTuple):
-    """A study on the page."""
-
-    part: Part
-    table: Table
-    plots: list[Picture]  # none if no run is finished
-    figures: list[Picture]
-
-
-def write_page(parts: Sequence[Part], tables: Sequence[Table], outputs: Path) -> Path:
-    """Writes report/index.html of the paper's whole studies, else a page of its own; its path."""
-    folder = outputs / REPORT
-    folder.mkdir(parents=True, exist_ok=True)
-    chapters = [
-        Chapter(part, table, [*_plots(table, folder)], [*_figures(part, table)])
-        for part, table in zip(parts, tables, strict=True)
-    ]
-    if len(parts) == 1:
-        name = parts[0].file
-    elif all(part.is_whole_of_the_paper for part in parts):
-        name = "index"
-    else:
-        name = f"all-{digest([part.file for part in parts])}"
-    path = folder / f"{name}.html"
-    page = Environment(autoescape=True).from_string(TEMPLATE.read_text())
-    text = page.render(
-        chapters=chapters,
-        warnings=dict.fromkeys(text for part in parts for text in part.about),
-        how_to_read=HOW_TO_READ,
-        frame_of=frame_of,
-        sizes_of=sizes_of,
-        links_of=partial(links_of, folder),
-    )
-    write_text(path, text)
+def write_page(table: Table, outputs: Path, part: Part | None = None) -> Path:
+    """Writes the page of a table, of a study if there is a part, and returns its path."""
+    path = outputs / REPORT / f"{table.name}.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    texts = [f"# {table.title}", table.markdown(), *_plots(table, path.parent, part)]
+    if part is not None:
+        texts += _of_study(table, path.parent, part)
+    write_text(path, "\n\n".join(texts) + "\n")
+    write_text(path.with_suffix(".csv"), table.csv())
     return path
 
 
-def links_of(folder: Path, run: Run) -> list[Link]:
-    """Links to the folder of a run, and to its report and pictures."""
-    place = Path(os.path.relpath(run.path, folder))
-    links = [Link(run.name, f"{quote(str(place))}/")]
-    for name in ("report.md", *(f"{picture}.png" for picture in PICTURES)):
-        if (run.path / name).exists():
-            text = name.partition(".")[0].replace("_", " ")
-            links.append(Link(text, quote(str(place / name))))
-    return links
-
-
-def _plots(table: Table, folder: Path) -> Iterator[Picture]:
-    """Draws each main section beside the paper's values, or the values of a sweep."""
+def _plots(table: Table, folder: Path, part: Part | None) -> Iterator[str]:
+    """Draws each main section: the values of a sweep, or a study beside the paper's values."""
     for section in table.main_sections:
-        if section.finished:
-            title = re.sub(r"\W+", "-", section.title)
-            name = f"{table.name}-{title}".removesuffix("-")
-            path = folder / f"{cut(name, LONGEST_NAME)}.png"
-            is_sweep = draw_sweep(path, section)
-            if not is_sweep:
-                draw_beside(path, section)
-            yield Picture(section.title, as_text(path))
+        if not section.finished:
+            continue
+        title = re.sub(r"\W+", "-", section.title)
+        name = f"{table.name}-{title}".removesuffix("-")
+        path = folder / f"{cut(name, LONGEST_NAME)}.svg"
+        is_sweep = draw_sweep(path, section)
+        if part is not None and not is_sweep:
+            draw_beside(path, section)
+        if part is not None or is_sweep:
+            yield f"![{section.title}]({quote(path.name)})"
 
 
-def _figures(part: Part, table: Table) -> Iterator[Picture]:
-    """Yields the pictures that the first run of a row has drawn."""
+def _of_study(table: Table, folder: Path, part: Part) -> Iterator[str]:
+    """Yields the figures of a study, its runs, rows without one, and how to read the tables."""
     lines = [line for section in table.main_sections for line in section.finished]
     for title, place in part.study.figures.items():
         row, _, name = place.partition("/")
         runs = [run for line in lines if line.row.name == row for run in line.runs]
         drawn = [run.path / name for run in runs if (run.path / name).exists()]
         if drawn:
-            yield Picture(title, as_text(drawn[0]))
+            yield f"## {title}\n\n![{title}]({_link(drawn[0], folder)})"
+    for line in lines:
+        links = [f"[{run.name}]({_link(run.path / 'report.md', folder)})" for run in line.runs]
+        yield f"- {line.row.heads['row']}: {', '.join(links)}"
+    for section in table.main_sections:
+        if section.missing:
+            title = f"## Rows without a run: {section.title}".removesuffix(": ")
+            yield f"{title}\n\n{as_markdown(frame_of(section.missing))}"
+    yield f"## How to read the tables\n\n{HOW_TO_READ}"
 
 
-def as_text(picture: Path) -> str:
-    return base64.b64encode(picture.read_bytes()).decode()
-
-
-def sizes_of(models: Mapping[str, PrintedModel]) -> pd.DataFrame:
-    """Counts the parameters of models, built without memory, beside the printed ones."""
-    rows = []
-    for name, model in models.items():
-        config = compose(model.overrides)
-        with torch.device("meta"):
-            plain = without_weights(config.model)
-            module = build_module(plain, config.augmentation, model.classes)
-        ours = f"{count_parameters(module) / 1e6:.2f}"
-        printed = formatted(model.parameters, "g")
-        rows.append({"row": name, "parameters [M]": ours, "paper [M]": printed})
-    return pd.DataFrame(rows)
+def _link(path: Path, folder: Path) -> str:
+    return quote(os.path.relpath(path, folder))

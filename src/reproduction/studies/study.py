@@ -111,15 +111,6 @@ class Row:
 
 
 @schema
-class PrintedModel:
-    """A model whose parameters are counted beside those that the paper prints."""
-
-    overrides: list[str]
-    classes: int
-    parameters: float | None = None  # in millions; the paper does not print all
-
-
-@schema
 class Study:
     """The content of the file."""
 
@@ -140,7 +131,6 @@ class Study:
     smoke: list[str] = Field(default_factory=list)  # more overrides, at this scale
     source: str = ""  # of what is quoted
     quoted: dict[str, dict[str, Printed]] = Field(default_factory=dict)  # by row and column
-    sizes: dict[str, PrintedModel] = Field(default_factory=dict)
     figures: dict[str, str] = Field(default_factory=dict)  # title -> ROW/PICTURE of its first run
     latencies: dict[str, float] = Field(default_factory=dict)  # printed ms of HTM's detectors
     notes: list[str] = Field(default_factory=list)
@@ -404,7 +394,7 @@ def part_of(
 def unprinted(study: Study) -> Study:
     """Returns a study without what is printed of it, which other runs must not stand beside."""
     rows = {name: replace(row, printed={}) for name, row in study.rows.items()}
-    return replace(study, rows=rows, quoted={}, sizes={}, latencies={}, notes=[])
+    return replace(study, rows=rows, quoted={}, latencies={}, notes=[])
 
 
 def on_other_data(study: Study, data: str) -> Study:

@@ -8,13 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from reproduction.errors import as_typed
-from reproduction.files import write_text
 from reproduction.studies.runs import MEASURES, ON_TEST, ON_VALIDATION, Counted, Outcome
 from reproduction.studies.statistics import Line
 
@@ -266,14 +264,6 @@ class Table:
         """Returns the unrounded numbers, a line for each row and outcome."""
         lines = [numbers_of(line) for section in self.sections for line in section.lines]
         return pd.DataFrame(lines).to_csv(index=False, lineterminator="\n")
-
-    def write(self, outputs: Path) -> Path:
-        """Writes .md, whose path it returns, and .csv to the report beside the runs."""
-        path = outputs / REPORT / f"{self.name}.md"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, f"# {self.title}\n\n{self.markdown()}\n")
-        write_text(path.with_suffix(".csv"), self.csv())
-        return path
 
 
 def numbers_of(line: Line) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from reproduction.models.build import (
     without_weights,
 )
 from reproduction.models.names import State
-from reproduction.models.weights import Weights, extract_weights, matching_state, read_newest
+from reproduction.models.weights import Weights, extract_weights, load_state, read_newest
 
 MOST_TIME = 0.05  # of that since the last checkpoint: what one at the end of an epoch may take
 
@@ -137,11 +137,12 @@ def export(
     build, arguments = constructor(config, classes)
     with without_memory(config):
         model = build_model(config, classes)
+    load_state(weights.origin, weights.state, model)  # UserError if it does not fit
     about = {
         "constructor": f"{build.__module__}.{build.__qualname__}",
         "arguments": json.dumps(arguments),
         "preprocessing": json.dumps(preprocessing),
     }
     # Tensors that share memory cannot be saved.
-    state = {name: value.clone() for name, value in matching_state(weights, model).items()}
+    state = {name: value.clone() for name, value in weights.state.items()}
     save_plain(output, state, weights.classes, **about)

@@ -4,7 +4,6 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from reproduction.config import Config
@@ -65,10 +64,6 @@ class WandbLog:
     def close(self, status: str) -> None:
         try:
             self.run.finish(exit_code=0 if status == "finished" else 1)
-            is_offline = not (self.run.url or self.run.disabled)
-            if is_offline:
-                place = Path(self.run.dir).parent
-                say(f"wandb: recorded offline, to upload it: wandb sync {place}")
         finally:
             _teardown()
 

@@ -1,17 +1,14 @@
-"""Optimisers: those of the recipes, and timm's by their names.
+"""Optimisers: those of the recipes, and how any is made.
 
 A factory gets groups of parameters, of which biases and other vectors do not decay, `lr`,
 `weight_decay` and its options.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 from timm.optim import param_groups_weight_decay as groups_of
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from reproduction.config import OPTIMIZER, Recipe
 from reproduction.door import Refused
@@ -51,41 +48,18 @@ def skips(optimizer: Optimizer) -> bool:
 
 def adamw(groups: Groups, lr: float, weight_decay: float, **options: Any) -> Optimizer:
     """AdamW by the fused kernel: it takes one pass over each parameter, and skips on the device."""
-    return of_timm("adamw", groups, lr, weight_decay, fused=True, **options)
+    return AdamW(groups, lr=lr, weight_decay=weight_decay, fused=True, **options)
 
 
-def sgd(groups: Groups, lr: float, weight_decay: float, **options: Any) -> Optimizer:
+def sgd(
+    groups: Groups, lr: float, weight_decay: float, momentum: float = 0.9, **options: Any
+) -> Optimizer:
     """SGD with (non-Nesterov) momentum, likewise."""
-    optimizer = of_timm("momentum", groups, lr, weight_decay, fused=True, **options)
-    assert isinstance(optimizer, SGD)
+    optimizer = SGD(
+        groups, lr=lr, weight_decay=weight_decay, momentum=momentum, fused=True, **options
+    )
     # The kernel leaves the buffers uninitialised if it skips the first step.
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
-
-
-def of_timm(name: str, groups: Groups, lr: float, weight_decay: float, **options: Any) -> Optimizer:
-    if get_optimizer_info(name).second_order:
-        raise Refused("needs gradients of gradients")
-    return create_optimizer_v2(groups, opt=name, lr=lr, weight_decay=weight_decay, **options)
-
-
-class Timm:
-    """timm's optimisers: an attribute is the factory of this name."""
-
-    def __getattr__(self, name: str) -> Callable[..., Optimizer]:
-        if name not in list_optimizers():
-            raise AttributeError(name)
-        factory = partial(of_timm, name)
-        setattr(factory, "capturable", False)
-        return factory
-
-    def __dir__(self) -> list[str]:
-        return [str(name) for name in list_optimizers()]
-
-    def __repr__(self) -> str:
-        return "timm"
-
-
-TIMM = Timm()

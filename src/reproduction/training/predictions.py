@@ -1,4 +1,4 @@
-"""A checkpoint evaluated by itself: accuracy, what it predicts for each image, and tables of it.
+"""A checkpoint evaluated by itself: accuracy, also by class, and what it predicts for each image.
 
 Letters: n images, c classes, k the most probable classes.
 """
@@ -123,29 +123,20 @@ def write_predictions(path: Path, found: Predictions, labelled: bool) -> None:
     _write_csv(path, pd.DataFrame(columns), index=False, float_format="%.6g")
 
 
-def write_tables(result: Path, found: Predictions) -> list[Path]:
-    """Writes accuracy per class and confusion matrix beside `result`; returns their paths."""
-    names, targets = found.classes, found.targets
-    counts = np.zeros((len(names), len(names)), dtype=np.int64)  # by class and prediction
-    np.add.at(counts, (targets, found.best[:, 0]), 1)
-    is_among_best = (found.best == targets[:, None]).any(axis=1)
-    among_best = np.bincount(targets[is_among_best], minlength=len(names))
-    images = counts.sum(axis=1)
-    some = np.where(images > 0, images, np.nan)  # a class without images has no accuracy
-    accuracies = pd.DataFrame(
-        {
-            "images": images,
-            "top1": 100 * counts.diagonal() / some,
-        },
-        names,
-    )
-    if len(names) > TOP:
-        accuracies["top5"] = 100 * among_best / some
-    confusion = pd.DataFrame(counts, names, names)
-    paths = [result.with_name(f"{result.stem}-{name}.csv") for name in ("classes", "confusion")]
-    for path, table in zip(paths, (accuracies, confusion), strict=True):
-        _write_csv(path, table, index_label="class", float_format="%.2f")
-    return paths
+def write_classes(path: Path, found: Predictions) -> None:
+    """Writes the images and the accuracy of each class."""
+    hits = found.best == found.targets[:, None]  # n k
+    columns: dict[str, Any] = {
+        "class": pd.Categorical.from_codes(found.targets, found.classes),
+        "images": 1,
+        "top1": 100 * hits[:, 0],
+        "top5": 100 * hits.any(axis=1),
+    }
+    by_class = pd.DataFrame(columns).groupby("class", observed=False)
+    table = by_class.agg({"images": "sum", "top1": "mean", "top5": "mean"})
+    if len(found.classes) <= TOP:
+        del table["top5"]
+    _write_csv(path, table, float_format="%.2f")
 
 
 def _write_csv(path: Path, table: pd.DataFrame, **how: Any) -> None:

@@ -44,7 +44,7 @@ from reproduction.models.build import (
 from reproduction.models.weights import read_newest
 from reproduction.training import metrics
 from reproduction.training.checkpoint import Clock, save_plain
-from reproduction.training.evaluate import build_metrics, gathers
+from reproduction.training.evaluate import build_metrics
 from reproduction.training.fit import (
     Run,
     RunState,
@@ -165,7 +165,7 @@ def set_up(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Run
             facts["starts"] = folder.read_summary().get("starts", [])
         facts["starts"] += [_start(trainer)]
         facts |= origin
-        _say_start(trainer, data, batches, facts)
+        _say_start(trainer, data, facts)
     run = _assembled(trainer, folder, data, batches)
     # The folder last: what is refused above, such as a logger's settings, leaves it as it was.
     if world.is_main:
@@ -201,11 +201,6 @@ def _assembled(
     test_loader = None
     if data.validation is not None:
         test_loader = evaluation_loader(data.held_out)
-    own = build_metrics(config.recipe)
-    gathering = ", ".join(name for name, metric in own.items() if gathers(metric))
-    if world.is_main and gathering:
-        size = 4 * len(data.held_out) * len(data.classes) / 1e6
-        say(f"metrics: all logits are gathered for {gathering}, {size:.3g} MB in each evaluation")
     return Run(
         trainer=trainer,
         folder=folder,
@@ -218,13 +213,11 @@ def _assembled(
         clock=Clock(config.checkpoint),
         batch_metrics=metrics.BatchMetrics(world),
         pulse=Pulse(),
-        metrics=own,
+        metrics=build_metrics(config.recipe),
     )
 
 
-def _say_start(
-    trainer: Trainer, data: Data, batches: loaders.TrainingBatches, facts: Mapping[str, Any]
-) -> None:
+def _say_start(trainer: Trainer, data: Data, facts: Mapping[str, Any]) -> None:
     """Says what is trained, and which settings are allowed but probably mistakes."""
     config, world = trainer.config, trainer.world
     verb = f"resuming after step {trainer.step}" if trainer.step else "training"
@@ -240,10 +233,6 @@ def _say_start(
     if world.size > 1:
         device = f"{world.size} ranks on {device}"
     say(f"{verb}: {config.model.name} on {', '.join(images)}, {mixing}, {device}")
-    left_out = len(data.train) - batches.epoch_images
-    if left_out:
-        others = f"{left_out:,} images that fill no batch of {config.recipe.batch_size}"
-        say(f"each epoch leaves out {others}, other ones each time: recipe.drop_last=true")
     for remark in data.remarks:
         warn(f"warning: {remark}")
     if facts.get("initial_weights") is not None:
@@ -252,18 +241,17 @@ def _say_start(
         say(f"htm: {name} = {', '.join(f'{float(x):.4g}' for x in row)}")
     if trainer.module.htm is not None and trainer.module.htm.difficulty == "paper":
         tau = min(map(float, facts["htm"]["tau"]))
-        _say_difficulty(tau, len(data.classes), config.recipe.label_smoothing)
+        least = least_difficulty(len(data.classes), config.recipe.label_smoothing)
+        if tau <= least:
+            reason = f"the difficulty of a sample is never below {least:.4g} nats"
+            warn(f"warning: htm: with tau = {tau:.4g} no sample is easy: {reason}")
 
 
-def _say_difficulty(tau: float, classes: int, smoothing: float) -> None:
-    """Says between which numbers a useful tau lies, and if the least of all layers is below."""
+def least_difficulty(classes: int, smoothing: float) -> float:
+    """Returns the entropy of a smoothed label in nats, which no cross-entropy is below."""
     label = torch.full((classes,), smoothing / classes).double()
     label[0] += 1 - smoothing
-    least = float(torch.special.entr(label).sum())
-    say(f"htm: difficulty: at least {least:.4g} nats, {math.log(classes):.4g} for a guess")
-    if tau <= least:
-        reason = f"the difficulty of a sample is never below {least:.4g} nats"
-        warn(f"warning: htm: with tau = {tau:.4g} no sample is easy: {reason}")
+    return float(torch.special.entr(label).sum())
 
 
 def _htm_numbers(trainer: Trainer, htm: HTM) -> dict[str, list[float | str]]:

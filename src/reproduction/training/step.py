@@ -18,7 +18,7 @@ from reproduction.config import LOSS, Config, Recipe
 from reproduction.data.inputs import Draws, Mixed, build_training_inputs
 from reproduction.data.seeding import Purpose, seed_device
 from reproduction.models.build import compile_module, place
-from reproduction.models.weights import module_state
+from reproduction.models.weights import load_state
 from reproduction.training.evaluate import autocast
 from reproduction.training.graph import StepGraph
 from reproduction.training.metrics import constant
@@ -293,7 +293,7 @@ class Trainer:
 
     def restore(self, origin: str, state: dict[str, Any]) -> None:
         """Restores a `state`; UserError, which names its `origin`, if its weights do not fit."""
-        self.module.load_state_dict(module_state(origin, state, self.module))
+        load_state(origin, state["module"], self.module)
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         if self.average is not None:
