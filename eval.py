@@ -64,8 +64,13 @@ def taken(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             own[key] = os.path.expanduser(text_of(word))
         else:
             others.append(word)
-    names_one = bool(own.get("run")) != bool(own.get("checkpoint"))
-    if not names_one or ("checkpoint" in own and "weights" in own):
+    for word in others:
+        if key_of(word) in FOR_TRAINING:
+            raise UserError(f"{word}: not allowed here, it chooses the training images")
+    empty = [key for key, value in own.items() if not value]
+    if empty:
+        raise UserError(f"{empty[0]}=: no value is set")
+    if ("run" in own) == ("checkpoint" in own) or ("checkpoint" in own and "weights" in own):
         raise UserError("run=FOLDER [weights=...] or checkpoint=FILE: one of them must be given")
     for key in ("predictions", "images"):
         if "export" in own and key in own:
@@ -89,6 +94,9 @@ def evaluate_run(own: dict[str, str], words: Sequence[str]) -> None:
     if "export" in own:
         export(config, files, own, is_run=True)
         return
+    if "images" in own:
+        predict(config, files, own)
+        return
     settings = settings_of_evaluation(config)
     of_others = [] if settings == settings_of_evaluation(saved) else [settings]
     evaluate(config, files, own, result_of(folder.path / f"evaluation-{which}", config, of_others))
@@ -100,6 +108,9 @@ def evaluate_file(own: dict[str, str], words: Sequence[str]) -> None:
     config = of_file(words)
     if "export" in own:
         export(config, [file], own, is_run=False)
+        return
+    if "images" in own:
+        predict(config, [file], own)
         return
     place = Path(config.output_root, "evaluations", file.stem)
     hashed = [str(file.resolve()), settings_of_evaluation(config)]
@@ -132,9 +143,8 @@ def of_run(saved: Config, words: Sequence[str]) -> Config:
         key = key_of(word)
         is_metric = key.startswith(("recipe.metrics.", "recipe.metrics_options."))
         is_changeable = is_metric or key in OF_A_RUN or key.partition(".")[0] in OF_A_RUN
-        if key in FOR_TRAINING or not is_changeable:
-            allowed = f"{', '.join((*OWN, *OF_A_RUN))}, but for {', '.join(FOR_TRAINING)}"
-            raise UserError(f"{word}: not allowed here, allowed are {allowed}")
+        if not is_changeable:
+            raise UserError(f"{word}: not allowed here, allowed are {', '.join((*OWN, *OF_A_RUN))}")
     raw = {**asdict(saved), "devices": 1, "compile": False}
     raw["recipe"]["metrics"] = {}  # only those that the words name run
     changes = [word for word in words if not word.startswith("dataset=")]
@@ -169,12 +179,24 @@ def export(config: Config, files: list[Path], own: dict[str, str], is_run: bool)
         say(f"written to {path}")
 
 
-def evaluate(config: Config, files: list[Path], own: dict[str, str], result: Path) -> None:
-    """Evaluates on the held-out images, or predicts `images`, and says what is written."""
-    predictions = new_file(own, "predictions", ".csv") if "predictions" in own else None
-    images = Path(own["images"]) if "images" in own else None
-    if images is not None and not images.is_dir():
+def predict(config: Config, files: list[Path], own: dict[str, str]) -> None:
+    """Predicts images without classes, and says what is written."""
+    predictions = new_file(own, "predictions", ".csv")
+    images = Path(own["images"])
+    if not images.is_dir():
         raise UserError(f"images={images}: must be a folder of images")
+    from reproduction.training.predictions import evaluate_checkpoint, write_predictions
+
+    found = evaluate_checkpoint(config, files, images)
+    if is_first_rank():
+        say(f"{found.scores['checkpoint']}: {found.scores['images']} images of {images}")
+        write_predictions(predictions, found.predictions, labelled=False)
+        say(f"written to {predictions}")
+
+
+def evaluate(config: Config, files: list[Path], own: dict[str, str], result: Path) -> None:
+    """Evaluates on the held-out images, and says what is written."""
+    predictions = new_file(own, "predictions", ".csv") if "predictions" in own else None
     from reproduction.training.evaluate import TOP
     from reproduction.training.predictions import (
         evaluate_checkpoint,
@@ -182,36 +204,29 @@ def evaluate(config: Config, files: list[Path], own: dict[str, str], result: Pat
         write_predictions,
     )
 
-    found = evaluate_checkpoint(config, files, images)
+    found = evaluate_checkpoint(config, files)
     if not is_first_rank():
         return
     scores = found.scores
-    said = ""
-    written = []
-    if images is None:
-        top5 = ""
-        if len(found.predictions.classes) > TOP:
-            top5 = f"top-5 {scores['top5']:.2f} %, "
-        said = f"top-1 {scores['top1']:.2f} %, {top5}loss {scores['eval_loss']:.4f}"
-        for name in config.recipe.metrics:
-            said += f", {name} {scores[name]:.4g}"
-        said += " on "
-    say(f"{scores['checkpoint']}: {said}{scores['images']} images of {images or scores['dataset']}")
-    if images is None:
-        write_json(result, scores)
-        written.append(result)
+    parts = [f"top-1 {scores['top1']:.2f} %"]
+    if len(found.predictions.classes) > TOP:
+        parts.append(f"top-5 {scores['top5']:.2f} %")
+    parts.append(f"loss {scores['eval_loss']:.4f}")
+    parts += [f"{name} {scores[name]:.4g}" for name in config.recipe.metrics]
+    of = f"{scores['images']} images of {scores['dataset']}"
+    say(f"{scores['checkpoint']}: {', '.join(parts)} on {of}")
+    write_json(result, scores)
+    written = [result]
     if predictions is not None:
-        write_predictions(predictions, found.predictions, labelled=images is None)
-        written.append(predictions)
-    if images is None and predictions is not None:
         from reproduction.reporting.drawing import draw_confusion
 
+        write_predictions(predictions, found.predictions, labelled=True)
         by_class = result.with_name(f"{result.stem}-classes.csv")
         write_classes(by_class, found.predictions)
         confusion = result.with_name(f"{result.stem}-confusion.svg")
         predicted = found.predictions
         draw_confusion(confusion, predicted.classes, predicted.targets, predicted.best[:, 0])
-        written += [by_class, confusion]
+        written += [predictions, by_class, confusion]
     say(f"written to {', '.join(map(str, written))}")
 
 

@@ -17,11 +17,12 @@ from reproduction.data.halves import Data, in_memory
 from reproduction.data.inputs import build_normalize
 from reproduction.data.loaders import build_evaluation_loader
 from reproduction.data.sources import opened, unlabelled
-from reproduction.errors import progress, warn
+from reproduction.errors import UserError, progress, warn
 from reproduction.files import write_text
 from reproduction.identity import settings_of_evaluation
 from reproduction.machine import local_ranks
 from reproduction.models.build import build_trained, place
+from reproduction.models.weights import Weights
 from reproduction.training.checkpoint import check_classes, read_plain
 from reproduction.training.evaluate import TOP, Predicted, build_metrics, evaluate
 from reproduction.training.ranks import World, join_world, on_ranks, resolve_device
@@ -30,7 +31,7 @@ from reproduction.training.ranks import World, join_world, on_ranks, resolve_dev
 class Evaluated(NamedTuple):
     """What the evaluation of a checkpoint has found."""
 
-    scores: dict[str, Any]  # with what they are of; of images without classes, this alone
+    scores: dict[str, Any]  # with what they are of; of images without classes, that alone
     predictions: "Predictions"
 
 
@@ -60,12 +61,7 @@ def _evaluate(config: Config, checkpoints: list[Path], images: Path | None) -> E
     precision = config.recipe.precision
     with join_world(resolve_device(config.device, config.devices, precision)) as world:
         weights, loaded = read_plain(checkpoints)
-        if images is None:
-            data = opened(replace(config.dataset, limit=None, validation=0.0))
-        else:
-            data = unlabelled(images, weights.classes or [])
-        if weights.classes is not None:
-            check_classes(weights.origin, weights.classes, data.classes)
+        data = data_for(weights, config, images)
         if world.is_main:
             for remark in data.remarks:
                 warn(f"warning: {remark}")
@@ -74,9 +70,11 @@ def _evaluate(config: Config, checkpoints: list[Path], images: Path | None) -> E
         normalize = build_normalize(config.dataset.mean, config.dataset.std, world.device)
         pin = world.device.type == "cuda"
         loader = build_evaluation_loader(config, data.held_out, world.rank, world.size, pin)
-        own = build_metrics(config.recipe)
+        own = build_metrics(config.recipe) if images is None else {}
         batches = progress(loader, "evaluation", len(loader))
         scores, predicted = evaluate(model, normalize, batches, world, precision, own)
+        if images is not None:
+            scores = {}  # whose classes nobody knows
         facts = {
             "images": len(data.held_out),
             "dataset": config.dataset.name,
@@ -84,6 +82,18 @@ def _evaluate(config: Config, checkpoints: list[Path], images: Path | None) -> E
             "settings": settings_of_evaluation(config),
         }
         return Evaluated({**scores, **facts, **loaded}, gathered(predicted, world, data))
+
+
+def data_for(weights: Weights, config: Config, images: Path | None) -> Data:
+    """Opens the held-out images, or a folder without classes; UserError if weights do not fit."""
+    if images is None:
+        data = opened(replace(config.dataset, limit=None, validation=0.0))
+        if weights.classes is not None:
+            check_classes(weights.origin, weights.classes, data.classes)
+        return data
+    if weights.classes is None:
+        raise UserError(f"{weights.origin}: names no classes, which images={images} cannot either")
+    return unlabelled(images, weights.classes)
 
 
 def gathered(batches: list[Predicted], world: World, data: Data) -> Predictions:
