@@ -11,23 +11,35 @@ from typing import Any
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job, setup_globals
+from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig, OmegaConf
 
 from reproduction.application import Notes
 from reproduction.compose import Point, command_of, planned_point
 from reproduction.config import StudyWords, validated
-from reproduction.errors import OneLineError, say
+from reproduction.errors import OneLineError, PlainError, first_line, say
 from reproduction.jobs import in_processes, objective, train_here
 from reproduction.submitted import Jobs, SlurmJobs, in_job
-from reproduction.sweep import PointLauncher, Sweep, check_choice, error_of
+from reproduction.sweep import Sweep, check_choice
 
 
-class CheckedLauncher(PointLauncher):
+def error_of(end: JobReturn) -> OneLineError | None:
+    """Returns the error of a job; None of one that has not failed."""
+    if end.status != JobStatus.FAILED:
+        return None
+    error = end._return_value  # Hydra's property would raise it
+    if isinstance(error, OneLineError):
+        return error
+    return PlainError(first_line(error))
+
+
+class CheckedLauncher(Launcher):
     """Trains points on this machine, in turn or `jobs` at a time, that were all checked before."""
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
         self.hydra_context = hydra_context
         self.config = config
+        self.folder = Path(config.hydra.sweep.dir)  # its time is now, also in each job
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
@@ -41,39 +53,42 @@ class CheckedLauncher(PointLauncher):
         sweep = Sweep([planned_point(words) for words in job_overrides])
         check_choice(sweep.points, own.sweeper._target_)
         sweep.check(own.launcher._target_)
-        notes = Notes(Path(own.sweep.dir))
-        for number, planned in enumerate(sweep.points, initial_job_idx):
-            notes.add(number, planned)
+        notes = Notes(self.folder)
+        numbers = range(initial_job_idx, initial_job_idx + len(sweep.points))
+        for number, point in zip(numbers, sweep.points, strict=True):
+            notes.add(number, point)
         ends = list[JobReturn]()
         errors = [*self.train(sweep.points, initial_job_idx)]
-        for planned, error in zip(sweep.points, errors, strict=True):
-            end = JobReturn(planned.words, status=JobStatus.COMPLETED)
-            end.return_value = objective(planned, command.objective)
-            if error is not None:
-                notes.add_error(initial_job_idx + len(ends), error)
+        for number, point, error in zip(numbers, sweep.points, errors, strict=True):
+            end = JobReturn(point.words)
+            if error is None:
+                end.status = JobStatus.COMPLETED
+                end.return_value = objective(point, command.objective)
+            else:
                 end.status = JobStatus.FAILED
                 end.return_value = error
+                notes.add_error(number, error)
             ends.append(end)
         return ends
 
-    def train(self, points: Sequence[Point], first: int = 0) -> Iterator[OneLineError | None]:
+    def train(self, points: Sequence[Point], first: int) -> Iterator[OneLineError | None]:
         """Trains points, and yields the error of each; one that fails ends no other."""
         jobs = command_of(self.config).jobs
         if jobs is not None:
             yield from in_processes(points, jobs)
             return
-        for number, planned in enumerate(points, first):
-            yield self.job(number, planned)
+        for number, point in enumerate(points, first):
+            yield self.job(number, point)
 
-    def job(self, number: int, planned: Point) -> OneLineError | None:
+    def job(self, number: int, point: Point) -> OneLineError | None:
         """Trains a point in this process, as Hydra's own launcher runs a job."""
         own = self.config.hydra
         configure_log(own.hydra_logging, own.verbose)
-        assert own.sweep.dir  # which has the time: its first reader decides it for all jobs
         end = run_job(
             hydra_context=self.hydra_context,
-            task_function=lambda tree: train_here(planned),
-            config=planned.job(self.config, number),
+            # the point has been checked; its tree is for HydraConfig and for callbacks
+            task_function=lambda tree: train_here(point),
+            config=point.job(self.config, number),
             job_dir_key="hydra.sweep.dir",
             job_subdir_key="hydra.sweep.subdir",
         )
@@ -95,14 +110,14 @@ class LocalLauncher(CheckedLauncher):
         command_of(self.config).refuse("jobs", "task", reason=reason)
         self.jobs = self.kind(own)
 
-    def train(self, points: Sequence[Point], first: int = 0) -> Iterator[OneLineError | None]:
+    def train(self, points: Sequence[Point], first: int) -> Iterator[OneLineError | None]:
         return self.jobs.train(points, first, self)
 
-    def __call__(self, planned: Point, number: int, state: Any) -> None:
-        """Trains a point in its job."""
+    def __call__(self, point: Point, number: int, state: Any) -> None:
+        """Trains a point in its job, to which submitit sends a copy of this launcher."""
         Singleton.set_state(state)
         setup_globals()
-        in_job(planned, self.jobs.own["cpus_per_task"], partial(self.job, number, planned))
+        in_job(point, self.jobs.own["cpus_per_task"], partial(self.job, number, point))
 
     def checkpoint(self, *arguments: Any) -> Any:
         """Returns what submitit submits when it queues a job again: the same."""
@@ -132,17 +147,26 @@ class PointSweeper(BasicSweeper):
         if not isinstance(self.launcher, CheckedLauncher):
             target = self.config.hydra.launcher._target_
             command.refuse("jobs", "task", reason=f"is for hydra/launcher=checked, not {target}")
-        sweep = self.planned(arguments)
+        sweep = self.sweep_of(arguments)
         if command.dry_run:
             say(sweep.listing())
             return []
         sweep = sweep.only(command.task)
         sweep.check(self.config.hydra.launcher._target_)
-        errors = sweep.launch(self.launcher, command.task or 0)
+        errors = sweep.wait(self.ends_of(sweep.points, command.task or 0))
         sweep.conclude(errors)
         return []
 
-    def planned(self, arguments: list[str]) -> Sweep:
+    def ends_of(self, points: Sequence[Point], first: int) -> Iterator[OneLineError | None]:
+        """Lets the launcher train points, the first of this number; yields the error of each."""
+        assert self.launcher is not None  # of a sweep
+        if isinstance(self.launcher, CheckedLauncher):
+            yield from self.launcher.train(points, first)
+            return
+        words = [point.words_of_job for point in points]
+        yield from map(error_of, self.launcher.launch(words, first))
+
+    def sweep_of(self, arguments: list[str]) -> Sweep:
         return Sweep.over_keys([*self._parse_config(), *arguments])
 
 
@@ -153,5 +177,5 @@ class StudySweeper(PointSweeper):
         super().__init__()
         self.words = words
 
-    def planned(self, arguments: list[str]) -> Sweep:
+    def sweep_of(self, arguments: list[str]) -> Sweep:
         return Sweep.of_study(validated(StudyWords, self.words), arguments)

@@ -68,8 +68,11 @@ def environments(jobs: int, devices: int) -> Iterator[Environment]:
         }
 
 
-def in_processes(points: Sequence[Point], jobs: int) -> list[OneLineError | None]:
-    """Trains points by train.py, `jobs` at a time; their output goes to OUTPUTS/.logs."""
+def in_processes(points: Sequence[Point], jobs: int) -> Iterator[OneLineError | None]:
+    """Trains points by train.py, `jobs` at a time; their output goes to OUTPUTS/.logs.
+
+    Yields the error of each or None, and raises KeyboardInterrupt after a signal.
+    """
     from reproduction.training.stop import handling  # imports torch
 
     jobs = min(jobs, len(points))
@@ -123,6 +126,6 @@ def in_processes(points: Sequence[Point], jobs: int) -> list[OneLineError | None
     say(f"{jobs} runs at a time, logs in {logs}")
     with handling(forward), ThreadPoolExecutor(jobs) as pool:
         errors = [*pool.map(train_apart, points)]
+    yield from errors
     if signals:
         raise KeyboardInterrupt
-    return errors

@@ -55,11 +55,11 @@ class Jobs:
                 raise UserError(f"hydra.launcher.{name}={own[name]}: {reason}")
 
     def train(
-        self, points: Sequence[Point], first: int, attempt: Any
+        self, points: Sequence[Point], first: int, task: Any
     ) -> Iterator[OneLineError | None]:
         """Submits what is neither finished nor queued nor running, and waits for all jobs.
 
-        Jobs call attempt(point, number, Hydra's state). Yields the error of each point or None.
+        Jobs call task(point, number, Hydra's state). Yields the error of each point or None.
         """
         self.submitted = {}
         jobs = self.queued(points)
@@ -69,7 +69,7 @@ class Jobs:
                 new[index] = point
         if new:
             numbers = [first + index for index in new]
-            jobs |= zip(new, self.submit([*new.values()], numbers, attempt), strict=True)
+            jobs |= zip(new, self.submit([*new.values()], numbers, task), strict=True)
         self.wait(jobs.values())
         for index, point in enumerate(points):
             yield self.error_of(point, jobs.get(index))
@@ -90,12 +90,12 @@ class Jobs:
                 jobs[index] = job
         return jobs
 
-    def submit(self, points: Sequence[Point], numbers: Sequence[int], attempt: Any) -> list[str]:
+    def submit(self, points: Sequence[Point], numbers: Sequence[int], task: Any) -> list[str]:
         """Submits a job for each point, and returns their ids."""
         states = [Singleton.get_state()] * len(points)
         try:
             with redirect_stderr(io.StringIO()):  # submitit prints what it raises
-                jobs = self.executor().map_array(attempt, points, numbers, states)
+                jobs = self.executor().map_array(task, points, numbers, states)
         except ModuleNotFoundError as error:
             reason = "needs a package: pip install submitit==1.5.4"
             raise UserError(f"hydra/launcher=submitit_{self.cluster}: {reason}") from error
@@ -168,12 +168,12 @@ class SlurmJobs(Jobs):
 
     cluster = "slurm"
 
-    def submit(self, points: Sequence[Point], numbers: Sequence[int], attempt: Any) -> list[str]:
+    def submit(self, points: Sequence[Point], numbers: Sequence[int], task: Any) -> list[str]:
         for point in points:
             if point.config.resume != "auto":
                 reason = "must be auto, since SLURM may end a job and start it again"
                 raise UserError(f"resume={point.config.resume}: {reason}")
-        return super().submit(points, numbers, attempt)
+        return super().submit(points, numbers, task)
 
     def executor(self, **more: Any) -> Any:
         more["additional_parameters"] = {"requeue": True, **self.own["additional_parameters"]}

@@ -5,7 +5,6 @@ writes, it has at the end; nothing is read a second time.
 """
 
 import sys
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,18 +12,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hydra.core.utils import JobReturn, JobStatus, env_override
-from hydra.plugins.launcher import Launcher
+from hydra.core.utils import env_override
 
 from reproduction.compose import Point, expand, planned_point
 from reproduction.config import SOURCES, Config, Dataset, StudyWords, ViT, check_new
 from reproduction.errors import (
     Interrupted,
     OneLineError,
-    PlainError,
     UserError,
     counted,
-    first_line,
     program,
     say,
     warn,
@@ -48,24 +44,6 @@ PLACES = {  # of data sets that are downloaded, in their root
     f"{SOURCES}:cifar10": "cifar-10-batches-py",
     f"{SOURCES}:cifar100": "cifar-100-python",
 }
-
-
-class PointLauncher(Launcher):
-    """A launcher of ours: it gets points, and not their words."""
-
-    @abstractmethod
-    def train(self, points: Sequence[Point], first: int) -> Iterator[OneLineError | None]:
-        """Trains points, the first of this number, and yields the error of each or None."""
-
-
-def error_of(end: JobReturn) -> OneLineError | None:
-    """Returns the error of a job; None of one that has not failed."""
-    if end.status != JobStatus.FAILED:
-        return None
-    error = end._return_value
-    if isinstance(error, OneLineError):
-        return error
-    return PlainError(first_line(error))
 
 
 @dataclass(frozen=True)
@@ -102,18 +80,13 @@ class Sweep:
 
         What this machine lacks is only told if the launcher, a class, has its jobs elsewhere.
         """
-        for text in check(self.points, is_dry=launcher.startswith(ELSEWHERE)):
+        for text in check_points(self.points, runs_here=not launcher.startswith(ELSEWHERE)):
             warn(text)
 
-    def launch(self, launcher: Launcher, first: int = 0) -> list[OneLineError]:
-        """Lets a launcher train the points, from this number on, and returns their errors."""
+    def wait(self, ends: Iterable[OneLineError | None]) -> list[OneLineError]:
+        """Waits for the end of each point, and returns the errors."""
         errors = []
         try:
-            if isinstance(launcher, PointLauncher):
-                ends: Iterable[OneLineError | None] = launcher.train(self.points, first)
-            else:
-                words = [point.words_of_job for point in self.points]
-                ends = map(error_of, launcher.launch(words, first))
             for point, error in zip(self.points, ends, strict=True):
                 # another process may have held the lock, and finished the run meanwhile
                 is_done = isinstance(error, UserError) and point.folder.is_finished()
@@ -134,6 +107,7 @@ class Sweep:
             warn(f"{program()}: {error}")
         runs = self.write_tables()
         if errors or any(run.status != "finished" for run in runs):
+            # a signal counts more than a mistake, and that more than what a machine could not do
             sys.exit(max((error.status for error in errors), default=1))
 
     def write_tables(self) -> list["Run"]:
@@ -200,7 +174,7 @@ class Sweep:
             rows.append(row)
             folders.append(f"{task}: {run.path}")
             counts[run.status] += 1
-        lacks = check(self.points, is_dry=True)
+        lacks = check_points(self.points, runs_here=False)
         total = "1 run" if len(rows) == 1 else f"{len(rows)} runs"
         each = counted(dict(counts.most_common()))
         table = as_markdown(pd.DataFrame(rows))
@@ -235,12 +209,12 @@ def check_choice(points: Sequence[Point], sweeper: str) -> None:
 # --- the check of points ------------------------------------------------------------------------
 
 
-def check(points: Sequence[Point], is_dry: bool = False) -> list[str]:
+def check_points(points: Sequence[Point], runs_here: bool) -> list[str]:
     """Checks all that runs do before their first step; UserError for what cannot run.
 
-    Returns what this machine lacks, if the run is dry.
+    Returns what this machine lacks, unless they run here.
     """
-    checks = Checks(is_dry)
+    checks = Checks(runs_here)
     names = Counter(str(point.folder.path) for point in points)
     path, number = names.most_common(1)[0]
     if number > 1:
@@ -257,9 +231,9 @@ def check(points: Sequence[Point], is_dry: bool = False) -> list[str]:
 class Checks:
     """Checks run after run; those that differ in their seed alone are checked once."""
 
-    is_dry: bool
+    runs_here: bool
     lacks: dict[str, None] = field(default_factory=dict)  # in their order, each once
-    checked: set[str] = field(default_factory=set)
+    checked: set[tuple[str, ...]] = field(default_factory=set)
 
     def check_folder(self, point: Point) -> None:
         """Checks that the folder can be used, and that its run is of the same data."""
@@ -284,12 +258,14 @@ class Checks:
         from reproduction.models.build import try_pass, without_weights  # imports torch
         from reproduction.training.trial import check_start
 
-        setting = f"{row_hash(config)} {config.device} {config.compile}"
+        recipe = config.recipe
+        metrics = str(recipe.metrics), str(recipe.metrics_options)  # which are in no hash
+        setting = row_hash(config), config.device, str(config.compile), *metrics
         if setting in self.checked or not is_first_rank():
             return
         self.checked.add(setting)
         self.check_device(config)
-        if self.is_dry and isinstance(config.model, ViT):  # its first weights are a download
+        if not self.runs_here and isinstance(config.model, ViT):  # its first weights are a download
             config = replace(config, model=replace(config.model, pretrained=None))
         with self.noting_modules():
             if self.has_images(config.dataset):
@@ -300,11 +276,11 @@ class Checks:
 
     @contextmanager
     def noting_modules(self) -> Iterator[None]:
-        """Notes a module that this machine lacks, if the run is dry; else it is an error."""
+        """Notes a module that this machine lacks; it is an error if the run is here."""
         try:
             yield
         except UserError as error:
-            if not (self.is_dry and isinstance(error.__cause__, ModuleNotFoundError)):
+            if self.runs_here or not isinstance(error.__cause__, ModuleNotFoundError):
                 raise
             self.lacks[str(error)] = None
 
@@ -314,7 +290,7 @@ class Checks:
         try:
             resolve_device(config.device, config.devices, config.recipe.precision, config.compile)
         except UserError as error:
-            if not self.is_dry or config.device == "cpu":
+            if self.runs_here or config.device == "cpu":
                 raise
             self.lacks[str(error)] = None
 
@@ -322,7 +298,7 @@ class Checks:
         """Whether images can be opened; training fails for their lack, or downloads them."""
         from reproduction.data.sources import check_source, opened  # imports torch
 
-        if not self.is_dry:
+        if self.runs_here:
             return True
         with self.noting_modules():
             check_source(dataset)
