@@ -33,6 +33,7 @@ from reproduction.studies.study import Part, planned, swept_texts
 
 if TYPE_CHECKING:  # imports pandas
     from reproduction.studies.runs import Run
+    from reproduction.studies.table import Table
 
 NOT_STARTED = "not started"
 # sweepers that try every value and choose none: they need no validation split
@@ -130,22 +131,26 @@ class Sweep:
     def _write(self, begun: Sequence["Run"]) -> list[Path]:
         """Prints and writes the tables of the runs that have begun, and returns their files."""
         from reproduction.studies.page import write_page  # imports matplotlib
-        from reproduction.studies.rows import study_table, sweep_table
-        from reproduction.studies.table import Table
 
         outputs = Path(self.points[0].config.output_root)
-        tables = list[tuple[Table, Part | None]]()
+        files = []
+        for table, part in self._tables(begun, outputs):
+            say(f"\n# {table.title}\n\n{table.markdown(is_short=True)}")
+            files.append(write_page(table, outputs, part))
+        return files
+
+    def _tables(
+        self, begun: Sequence["Run"], outputs: Path
+    ) -> Iterator[tuple["Table", Part | None]]:
+        """Yields the table of each study of which there is something, or that of swept keys."""
+        from reproduction.studies.rows import study_table, sweep_table
+
         for part in self.parts:
             table = study_table(part, begun, outputs)
             if table.counted.runs or table.extras:
-                tables.append((table, part))
+                yield table, part
         if not self.parts and any(run.status != "unusable" for run in begun):
-            tables.append((sweep_table(self.points, begun), None))
-        files = []
-        for table, of_study in tables:
-            say(f"\n# {table.title}\n\n{table.markdown(is_short=True)}")
-            files.append(write_page(table, outputs, of_study))
-        return files
+            yield sweep_table(self.points, begun), None
 
     def listing(self) -> str:
         """Returns a line for each run, how many have which status, and their folders.
