@@ -154,32 +154,12 @@ def test_easy_samples_get_the_best_different_donors_and_hard_ones_themselves(bat
     assert float(total) == pytest.approx(largest_gain(gain.numpy()), abs=1e-5)
 
 
-@given(batches(), st.sampled_from([*RHOS, INF]))
-def test_without_easy_samples_or_below_rho_no_bit_changes(batch: Batch, rho: float):
-    nobody = batch._replace(is_easy=torch.zeros_like(batch.is_easy))
-    for mixed in (mix(batch, INF), mix(nobody, rho)):
-        assert torch.equal(mixed.tokens, batch.tokens)
-        assert not mixed.mask.any()
-        assert torch.equal(mixed.targets, batch.targets)
-
-
 @pytest.mark.parametrize(("tau", "easy"), [(2.0, [0, 1]), (INF, [0, 1, 2, 3]), (0.0, [])])
 def test_samples_easier_than_tau_are_mixed(tau: float, easy: list[int]):
     tokens, targets, saliency, _ = one_batch()
     hard = torch.tensor([0.1, 1.9, 2.0, 9.0])
     mixed = mix_horizontal(tokens[:4], targets[:4], saliency[:4], hard, tau, 0.0)
     assert mixed.is_easy.nonzero().flatten().tolist() == easy
-
-
-def test_gradients_go_to_the_donors_and_none_to_saliency():
-    tokens = torch.zeros(2, 2, 1, requires_grad=True)
-    saliency = torch.tensor([[0.9, 0.1], [0.1, 0.9]], requires_grad=True)
-    is_easy = torch.tensor([True, False])
-    mixed = mix(Batch(tokens, torch.eye(2), saliency, is_easy), 0.0)
-    mixed.tokens[0].sum().backward()
-    assert tokens.grad is not None
-    assert not mixed.targets.requires_grad
-    assert tokens.grad.squeeze(-1).tolist() == [[1.0, 0.0], [0.0, 1.0]]
 
 
 def test_saliency_of_zeros_changes_no_label():
@@ -341,18 +321,6 @@ def test_labels_by_count_ignore_saliency(batch: Batch, rho: float):
     assert_close(mixed.targets, targets)
 
 
-@on_any_batch
-def test_published_mask_compares_with_the_first_easy_sample(batch: Batch, rho: float):
-    mixed = mix(batch, rho, PUBLISHED)
-    expected = mix(batch, rho)
-    assert torch.equal(mixed.donor, expected.donor)
-    assert not mixed.mask[~batch.is_easy].any()
-    if batch.is_easy.any():
-        first = batch.saliency[batch.is_easy][0]
-        gained = batch.saliency[mixed.donor] - first > rho
-        assert torch.equal(mixed.mask, batch.is_easy[:, None] & gained)
-
-
 @pytest.mark.parametrize("file", ["htm_seqpool", "htm_cls"])
 @pytest.mark.parametrize("case", range(4))
 def test_published_mask_and_order_reproduce_the_published_arrays(file: str, case: int):
@@ -407,15 +375,6 @@ def test_every_rule_changes_training_and_nothing_else(name: str):
     has_usual_logits = torch.allclose(found.logits, usual.logits)
     assert has_usual_labels == (name == "order=published")
     assert has_usual_logits == (name == "labels=count")
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_a_rule_without_easy_samples_is_the_plain_model(name: str):
-    images, targets = fixed_batch()
-    off = step_of({**USUAL, **RULES[name], "tau": 0.0})
-    assert torch.equal(off.logits, small_vit().train()(images))
-    assert torch.equal(off.targets, targets)
-    assert off.stats["mixed_tokens"] == 0
 
 
 # Saliency
@@ -551,25 +510,6 @@ def test_difficulty_is_the_cross_entropy_in_nats_and_includes_that_of_soft_targe
     assert_close(difficulty(soft.log(), soft), entropy)
     with torch.autocast("cpu", torch.bfloat16):
         assert difficulty(logits.bfloat16(), targets).dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("keep", "smoothing", "floor"),
-    [(1.0, 0.0, 0.0), (1.0, 0.1, 0.5003), (0.5, 0.0, math.log(2)), (0.5, 0.1, 1.0828)],
-)
-def test_excess_leaves_out_the_floor_of_the_difficulty(keep: float, smoothing: float, floor: float):
-    """The entropy of a label of 10 classes, smoothed and mixed with another class."""
-    targets = torch.full((1, 10), smoothing / 10)
-    targets[0, 0] += keep * (1 - smoothing)
-    targets[0, 1] += (1 - keep) * (1 - smoothing)
-    logits = torch.randn(1, 10)
-    best = (targets + 1e-12).log()
-    least = difficulty(best, targets)
-    assert float(least) == pytest.approx(floor, abs=1e-4)
-    excess = difficulty(best, targets, "excess")
-    assert 0 <= excess < 1e-6
-    gap = difficulty(logits, targets) - difficulty(logits, targets, "excess")
-    assert float(gap) == pytest.approx(floor, abs=1e-4)
 
 
 def test_excess_is_the_divergence_of_each_sample_from_its_label():
