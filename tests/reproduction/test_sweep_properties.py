@@ -57,7 +57,7 @@ def of(command: Any) -> Any:
     return path, rows, seeds or default, scale, last
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(COMMANDS, COMMANDS, st.integers(0, 5))
 def test_names_are_equal_exactly_if_what_they_are_of_is(one: Any, other: Any, same: int):
     """Two commands that have all parts in common but one, or the same words in another order."""
@@ -98,7 +98,7 @@ GRID = [
 ]
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.sets(st.integers(0, len(GRID) - 1), min_size=2, max_size=6))
 def test_rows_that_are_compared_differ_in_the_named_key_alone(model: Run, places: set[int]):
     """The accuracies are powers of two, so that a difference tells its pair of rows."""
@@ -131,7 +131,7 @@ def test_rows_that_are_compared_differ_in_the_named_key_alone(model: Run, places
 # --- planned rows --------------------------------------------------------------------------------
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(st.dictionaries(st.sampled_from([0.001, 0.002, 0.003, 0.004]), st.sampled_from([1, 3])))
 def test_every_planned_row_is_in_the_table_or_counted_as_missing(
     model: Run, done: dict[float, int]
