@@ -403,11 +403,3 @@ def test_what_is_wrong_with_files_of_cifar_is_said(here: Path, monkeypatch: pyte
     (folder / "test_batch").unlink()
     result = train(words, "dataset.root=data/deeper")
     assert_refused(result, f"{folder}: damaged or missing: data_batch_3, test_batch; no download")
-
-
-def test_a_root_for_images_of_no_folder_is_refused(here: Path):
-    Path("images").mkdir()
-    for words in ((), ("dry_run=1",)):
-        for root in ("images", "nowhere"):
-            result = train(f"dataset.root={root}", words)
-            assert_refused(result, f"dataset.root={root}: digits reads no folder; dataset=image_")

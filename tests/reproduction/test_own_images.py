@@ -155,30 +155,11 @@ def test_what_a_function_gets_wrong_ends_in_one_line(here: Path, name: str):
         assert f"{Path(__file__).name}:" in result.err
 
 
-@pytest.mark.parametrize("place", ["nowhere:load", f"{HERE}:nothing"])
-def test_a_function_that_is_nowhere_is_refused(here: Path, place: str):
-    assert_refused(train("dataset=custom", f"dataset.source={place}", TINY), place)
-
-
 @pytest.mark.parametrize("name", LABELS)
 def test_labels_that_are_none_are_refused_with_the_first_place(here: Path, name: str):
     _, place = LABELS[name]
     assert_refused(train(own(name)), place)
     assert not snapshot()
-
-
-@pytest.mark.parametrize(
-    ("word", "told"),
-    [
-        ("+dataset.options.size=3", "unexpected keyword argument 'size'; its arguments are name"),
-        ("~dataset.options.name", "missing a required argument: 'name'"),
-        ("dataset.root=x", "load reads no folder"),
-    ],
-)
-def test_arguments_that_a_function_does_not_take_are_named(here: Path, word: str, told: str):
-    result = train(own("arrays"), word)
-    assert_refused(result, told)
-    assert "Error" not in result.err
 
 
 def late(name: str) -> Any:
@@ -253,11 +234,6 @@ def test_limits_keep_classes_balanced(here: Path):
     train_half, held_out = digits()
     assert classes_read("train", train_half) == [2] * 10
     assert classes_read("held_out", held_out) == [1] * 10
-
-
-@pytest.mark.parametrize("limit", ["dataset.limit=9", "dataset.limit=61", "dataset.eval_limit=31"])
-def test_a_limit_that_does_not_fit_is_refused(here: Path, limit: str):
-    assert_refused(train(OWN, SHORT, limit), limit)
 
 
 # Other data than those of a run

@@ -238,22 +238,6 @@ def test_a_folder_without_images_is_refused(here: Path, folder_run: Run, folder:
 
 
 @pytest.mark.parametrize(
-    ("word", "reason"),
-    [
-        ("dataset.limit=10", "training images"),
-        ("dataset.validation=0.1", "training images"),
-        ("recipe.lr=1", "allowed are run"),
-    ],
-)
-def test_what_belongs_to_the_training_of_a_run_cannot_be_changed(
-    digits_run: Run, word: str, reason: str
-):
-    result = evaluate(f"run={digits_run.path}", word)
-    assert_refused(result, word)
-    assert reason in result.err
-
-
-@pytest.mark.parametrize(
     ("folder", "weights", "part"),
     [
         ("nowhere", "last", "nowhere"),

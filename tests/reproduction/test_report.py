@@ -194,23 +194,6 @@ def test_the_page_has_no_horizontal_bar(page: str, width: int):
     assert int(seen) <= width
 
 
-WRONG = {  # command -> what the line names
-    "report --outputs nowhere": "nowhere",
-    "report --scale huge": "huge",
-    "report --x": "x",
-    "report --results results recipe.lr=1": "recipe.lr=1",
-    "publish x y.yaml recipe.lr=1": "recipe.lr=1",
-    "publish x nowhere.yaml": "nowhere.yaml",
-    "publish x lines.jsonl": "lines.jsonl",
-}
-
-
-@pytest.mark.parametrize("command", WRONG)
-def test_a_report_that_cannot_be_made_is_refused_in_a_line(command: str):
-    Path("lines.jsonl").write_text("{}\n{}\n")
-    assert_refused(script(*command.split()), WRONG[command])
-
-
 DRAWN = ("accuracy", "mixed_samples", "mixed_pairs", "memory", "saliency")
 MIXING = ("augmentation=[htm]", "augmentation.htm.tau=inf", "augmentation.htm.rho=0")
 

@@ -238,25 +238,6 @@ def test_a_study_that_is_wrong_is_refused_in_a_line(changes: str, part: str):
     assert list(snapshot()) == ["mine.yaml"]
 
 
-WRONG = {  # words -> what the line names
-    "table6": "table6",
-    "table1/nothing": "table1/nothing",
-    "nowhere.yaml": "nowhere.yaml",
-    "table3 scale=huge": "huge",
-    "table3 seeds=0": "0",
-    "table3 seed=3": "3",
-    "table3 jobs=x": "x",
-    "table3 recipe.lrr=1": "lrr",
-    "table3 task=99": "99",
-}
-
-
-@pytest.mark.parametrize("command", WRONG)
-def test_words_that_do_not_fit_are_refused_in_a_line(command: str):
-    assert_refused(script("reproduce", command.split()), WRONG[command])
-    assert not snapshot()
-
-
 def test_two_rows_of_one_name_are_refused():
     Path("mine.yaml").write_text(STUDY.replace("  htm:", "  plain:"))
     assert_refused(script("reproduce", "mine.yaml"), "plain")

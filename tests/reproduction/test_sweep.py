@@ -187,12 +187,6 @@ def test_a_study_that_changes_while_it_runs_is_the_one_that_began(monkeypatch: A
 # --- words ---------------------------------------------------------------------------------------
 
 
-def test_points_of_one_name_are_refused():
-    assert_refused(
-        train("-m", "seed=0,1", "name=mine", ONE), "name=outputs/mine: 2 points share it"
-    )
-
-
 def test_a_folder_with_the_run_of_another_seed_is_not_the_points(model: Run):
     write(model, "mine", {}, seed=1)
     words = [*SMALL, "augmentation=[htm]", "recipe.max_steps=1", "name=mine"]

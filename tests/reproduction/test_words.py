@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from tests.doors import (
     SMALL,
-    assert_refused,
     assert_succeeded,
     config_of,
     evaluate,
@@ -63,12 +62,6 @@ def test_an_apostrophe_is_a_letter(text: str):
 )
 def test_what_hydra_reads_it_reads_alone(text: str, value: object):
     assert value_of(f"key={text}") == value
-
-
-@pytest.mark.parametrize("word", ["name=it's, too", "+dataset.options.of=[~/a,b]", "name=1,2"])
-def test_a_list_that_hydra_cannot_read_is_refused_with_the_word(here: Path, word: str):
-    """Which of its letters are a text only quotes tell."""
-    assert_refused(train("-m", word, "dry_run=1"), word)
 
 
 def test_every_program_reads_alike(here: Path):
