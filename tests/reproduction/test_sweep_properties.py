@@ -1,7 +1,6 @@
 """Properties of tables, over small studies, overrides and seeds."""
 
 import contextlib
-import re
 import tempfile
 from collections.abc import Iterator
 from itertools import product
@@ -129,27 +128,3 @@ def test_rows_that_are_compared_differ_in_the_named_key_alone(model: Run, places
 
 
 # --- planned rows --------------------------------------------------------------------------------
-
-
-@settings(max_examples=6)
-@given(st.dictionaries(st.sampled_from([0.001, 0.002, 0.003, 0.004]), st.sampled_from([1, 3])))
-def test_every_planned_row_is_in_the_table_or_counted_as_missing(
-    model: Run, done: dict[float, int]
-):
-    rates = (0.001, 0.002, 0.003, 0.004)
-    words = [*SMALL, "augmentation=[htm]", "recipe.max_steps=1"]
-    with elsewhere():
-        study = {"title": "Mine", "overrides": words, "rows": ROWS, "seeds": 3}
-        Path("mine.yaml").write_text(yaml.safe_dump(study))
-        for rate, seeds in done.items():
-            for seed in range(seeds):
-                settings = {"recipe.lr": rate, "resume": "auto"}
-                write(model, f"{rate}-{seed}", settings, seed)
-        Path("outputs").mkdir(exist_ok=True)
-        result = script("report", "--study", "mine.yaml")
-        assert_succeeded(result, f"{sum(done.values())} of 12 runs are finished")
-    shown = [row for row in cells(result.out) if "n" not in row]
-    missing = re.findall(r"rows without a finished run: (\d+)", result.out)
-    assert len(shown) == len(done)
-    if done:
-        assert len(shown) + sum(map(int, missing)) == len(rates)

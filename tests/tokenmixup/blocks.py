@@ -23,7 +23,6 @@ class Block(nn.Module):
     """Attention and MLP, as timm has them; the blocks below differ in one thing each."""
 
     heads = HEADS
-    memory_places: Tensor | None = None  # b m, by hand: those of the memory's tokens
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,15 +315,6 @@ class Vectorised(Block):
 
 
 @case("tokens")
-class NormedQueries(Block):
-    def projected(self, x: Tensor) -> Tensor:
-        q, k, v = super().projected(x)
-        q = F.normalize(q, dim=-1)
-        k = F.normalize(k, dim=-1)
-        return torch.stack([q, 4 * k, v])
-
-
-@case("tokens")
 class ExciteInPlace(Block):
     """Squeeze and excite, with a residual sum in place."""
 
@@ -346,20 +336,6 @@ class TokensFirst(Block):
         attended = self.attention(self.norm1(x)).transpose(0, 1)
         x = x.transpose(0, 1) + attended
         return (x + self.mlp(self.norm2(x))).transpose(0, 1)
-
-
-@case("tokens")
-class Convolved(Block):
-    """Behind a gate that begins at 0 (ReZero)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Parameter(torch.zeros(()))
-        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
-
-    def mlp(self, x: Tensor) -> Tensor:
-        convolved = self.conv(x.mT).mT
-        return super().mlp(x) + self.gate * convolved
 
 
 class Gated(Block):
@@ -430,42 +406,6 @@ def rotated(x: Tensor, angle: Tensor) -> Tensor:
     cos = angle.cos()
     sin = angle.sin()
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
-
-
-@case("tokens")
-class Distances(Block):
-    """A bias by distance (ALiBi), made from the number of tokens: a memory has that of its places.
-
-    In the map by hand, where there is no memory, there are no places.
-    """
-
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        n = q.shape[2]
-        bias = self.bias(n).expand(len(q), 1, n, n)
-        if k.shape[2] > n:
-            assert self.memory_places is not None
-            columns = bias.take_along_dim(self.memory_places[:, None, None], dim=3)
-            bias = torch.cat([bias, columns], dim=3)
-        return super().scores(q, k) + bias
-
-    def bias(self, n: int) -> Tensor:
-        place = torch.arange(n)
-        return -0.3 * (place[:, None] - place).abs()
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return SDPA(q, k, v, self.bias(k.shape[2]))
-
-
-@case("tokens")
-class CountedKeys(Block):
-    """Scores that are scaled by the logarithm of the number of its own keys."""
-
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        return super().scores(q, k) * math.log(q.shape[2])
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scale = math.log(k.shape[2]) / math.sqrt(q.shape[-1])
-        return SDPA(q, k, v, scale=scale)
 
 
 # 3. A block's own tokens draw as without a memory (VTM)
@@ -602,15 +542,6 @@ class InADictionary(Block):
 
 
 @case("output", htm=False, vtm=False)
-class LossFirst(Block):
-    def forward(self, x: Tensor) -> Any:
-        return 0.5, super().forward(x)
-
-    def tokens(self, out: Any) -> Tensor:
-        return out[1]
-
-
-@case("output", htm=False, vtm=False)
 class PooledFirst(Block):
     def forward(self, x: Tensor) -> Any:
         return x.mean(dim=1, keepdim=True), super().forward(x)
@@ -660,27 +591,3 @@ class ExceptAllOutside(Trying):
 class ToASoftmax(ExceptAll):
     def wrong(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.scores(k, q).softmax(dim=-1) @ v
-
-
-class OwnFunction(torch.autograd.Function):
-    """A softmax and a product with a backward pass of their own."""
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, v: Tensor) -> Tensor:
-        attn = scores.softmax(dim=-1)
-        ctx.save_for_backward(attn, v)
-        return attn @ v
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,) = grads
-        attn, v = ctx.saved_tensors
-        of_attn = grad @ v.mT
-        mean = (of_attn * attn).sum(dim=-1, keepdim=True)
-        return attn * (of_attn - mean), attn.mT @ grad
-
-
-@case("errors", vtm=False)
-class OfOnesOwnFunction(Block):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return OwnFunction.apply(self.scores(q, k), v)

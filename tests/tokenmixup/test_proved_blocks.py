@@ -144,13 +144,11 @@ def test_vtm_gives_a_block_keys_and_values_and_nothing_else(name: str):
     torch.manual_seed(2)
     x = model.patches(images)
     memory = []
-    places = []
     for block in model.blocks[:LAYER]:
         out, saliency = by_hand(block, x)
-        places.append(saliency.topk(KAPPA).indices)
-        memory.append(x.take_along_dim(places[-1][..., None], dim=1))
+        places = saliency.topk(KAPPA).indices
+        memory.append(x.take_along_dim(places[..., None], dim=1))
         x = out
-    model.blocks[LAYER].memory_places = torch.cat(places, dim=1)
     out, _ = model.blocks[LAYER].by_hand(x, torch.cat(memory, dim=1))
     logits = model.classified(out)
     assert_close(output.logits, logits, rtol=1e-4, atol=1e-5)
