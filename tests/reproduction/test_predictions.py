@@ -77,10 +77,11 @@ def best_of(row: Row) -> Predicted:
     return Predicted(names, [float(row[f"probability{place}"]) for place in places])
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_predictions_equal_a_loop_over_the_files(here: Path, ranks: int):
     write_images(here / "images", CLASSES, train=4, held_out=3)
-    Path("images/val/bee/1.png").unlink()
+    for name in ("bee/1.png", "gnu/2.png"):
+        Path("images/val", name).unlink()
     run = trained(FOLDER)
     config = run.path / "config.yaml"  # as a GPU may have trained it
     config.write_text(config.read_text().replace("compile: false", "compile: cuda-graph"))
@@ -89,7 +90,7 @@ def test_predictions_equal_a_loop_over_the_files(here: Path, ranks: int):
     assert_succeeded(result)
     rows = predictions("x.csv")
     files = sorted(Path("images/val").rglob("*.png"))
-    assert len(rows) == 20
+    assert len(rows) == 19
     for row, file, expected in zip(rows, files, predicted(run, files), strict=True):
         found = best_of(row)
         assert row["image"] == str(file)
@@ -133,7 +134,7 @@ def tables_of(run: Run, *words: str) -> Tables:
 
 LIMITS = {  # words -> the number of images
     ("dataset.eval_limit=10",): 10,
-    ("+dataset.options.held_out=3", "dataset.eval_limit=null", "devices=4"): 3,
+    ("+dataset.options.held_out=1", "dataset.eval_limit=null", "devices=2"): 1,
 }
 
 
