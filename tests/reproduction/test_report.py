@@ -41,11 +41,6 @@ ROWS = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return trained(SMALL, "recipe.max_steps=1", root=tmp_path_factory.mktemp("report"))
-
-
 def finished(model: Run, name: str, seed: int = 0, **summary: object) -> Path:
     """Writes a run of a row of the paper with the summary of another one."""
     folder = write(model, name, {}, seed, **summary)

@@ -39,13 +39,6 @@ ONE = (SMALL, "recipe.epochs=1", "recipe.max_steps=1")
 TAU = "augmentation.htm.tau"
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of one step, whose files are the models of all others here."""
-    root = tmp_path_factory.mktemp("sweep")
-    return trained(SMALL, "augmentation=[htm]", "recipe.max_steps=1", root=root)
-
-
 def composed(model: Run, name: str, *words: str, top1: float = 50.0) -> None:
     """Writes four runs of these words."""
     for seed in range(4):

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import pytest
 import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.doors import SMALL, Run, assert_succeeded, cells, report_name, script, trained
+from tests.doors import Run, assert_succeeded, cells, report_name, script
 from tests.reproduction.finished import write
 
 TAU = "augmentation.htm.tau"
@@ -22,13 +21,6 @@ LIMIT = "dataset.limit"
 EPOCHS = "recipe.epochs"
 ROWS = {"low": ["recipe.lr=0.001"], "high": ["recipe.lr=0.002"], "swept": ["recipe.lr=0.003,0.004"]}
 WORDS = ("recipe.weight_decay=0.1", "recipe.weight_decay=0.2", "model.drop_path=0.1", "device=cpu")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of one step, whose files are the models of all others here."""
-    root = tmp_path_factory.mktemp("properties")
-    return trained(SMALL, "augmentation=[htm]", "recipe.max_steps=1", root=root)
 
 
 @contextlib.contextmanager

@@ -37,13 +37,6 @@ Settings = Mapping[str, Any]
 approx = partial(pytest.approx, abs=1e-9)
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of one step, whose files are the models of all others here."""
-    root = tmp_path_factory.mktemp("tables")
-    return trained(SMALL, "augmentation=[htm]", "recipe.max_steps=1", root=root)
-
-
 def several(model: Run, values: Mapping[float, Mapping[int, float]], key: str = TAU) -> None:
     """Writes runs: value of a key -> seed -> accuracy."""
     for value, by_seed in values.items():

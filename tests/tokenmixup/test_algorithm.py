@@ -179,12 +179,6 @@ def test_saliency_that_is_lost_does_not_matter_where_nothing_is_replaced(is_easy
 
 
 @pytest.mark.parametrize("by", [Rules(), RANDOM_MATCHING], ids=["optimal", "random"])
-def test_saliency_that_is_lost_gives_no_donor(by: Rules):
-    with pytest.raises(FloatingPointError, match="not finite"):
-        mix(lost_batch(), 0.0, by)
-
-
-@pytest.mark.parametrize("by", [Rules(), RANDOM_MATCHING], ids=["optimal", "random"])
 def test_a_gain_that_is_lost_matters_to_an_easy_receiver_alone(by: Rules):
     batch = one_batch()._replace(is_easy=torch.arange(5) < 4)
     for receiver in range(5):
@@ -543,11 +537,6 @@ def test_scorenet_pools_as_named(pooling: Any):
 def test_a_scorenet_that_reads_the_class_token_needs_one():
     with pytest.raises(ValueError, match="class token"):
         ScoreNet(8, 3, "class_token")(torch.randn(2, 5, 8))
-
-
-def test_scorenet_has_the_published_size():
-    sizes = [p.numel() for p in ScoreNet(256, 100).parameters()]
-    assert sum(sizes) == 25_957
 
 
 @pytest.mark.parametrize(
