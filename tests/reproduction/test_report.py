@@ -157,9 +157,8 @@ def test_the_papers_values_are_not_drawn_beside_a_validation_split(
     (name,) = [name for name in drawn_texts if name.startswith("table1")]
     assert any(text.startswith("validation top-1") for text in drawn_texts[name])
     assert "the paper's" not in drawn_texts[name]
-    assert_succeeded(script("report"))
+    assert_succeeded(script("report", "--study", "table1"))
     assert "the paper's" in drawn_texts["table1-CIFAR-100"]
-    assert (report / "index.html").exists()
 
 
 DRAWN = ("accuracy", "mixed_samples", "mixed_pairs", "memory", "saliency")

@@ -84,10 +84,6 @@ def one_batch() -> Batch:
     return Batch(tokens, torch.eye(5), saliency, torch.ones(5, dtype=torch.bool))
 
 
-def lost_batch() -> Batch:
-    return one_batch()._replace(saliency=torch.full((5, 8), NAN))
-
-
 def rules(**settings: Any) -> Rules:
     """The rules that a module with these settings of HTM mixes by."""
     return attach(small_cct(), CLASSES, htm={"layer": 0, **settings}).rules
@@ -171,7 +167,8 @@ def test_saliency_of_zeros_changes_no_label():
 
 @pytest.mark.parametrize(("is_easy", "rho"), [(False, 0.0), (True, INF)])
 def test_saliency_that_is_lost_does_not_matter_where_nothing_is_replaced(is_easy: bool, rho: float):
-    batch = lost_batch()._replace(is_easy=torch.full((5,), is_easy))
+    lost = torch.full((5, 8), NAN)
+    batch = one_batch()._replace(saliency=lost, is_easy=torch.full((5,), is_easy))
     mixed = mix(batch, rho)
     assert torch.equal(mixed.tokens, batch.tokens)
     assert mixed.gain.isnan().all()
