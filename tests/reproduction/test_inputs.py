@@ -350,18 +350,12 @@ def test_input_mixing_has_the_configured_probabilities():
     assert kinds["cutmix"] == pytest.approx(600, abs=100)  # some boxes are empty
 
 
-def test_labels_are_mixed_like_images_and_smoothed_like_timms():
+def test_an_image_that_is_its_own_partner_is_not_mixed_and_at_the_end_none_is():
     inputs = inputs_of("augmentation=[mixup]", "augmentation.mixup.prob=1", NO_ERASING, UNSCALED)
-    brightness = 50 * torch.arange(5)
-    images = brightness[:, None, None, None].expand(5, 3, 2, 2).byte()
-    for number in range(5):
-        mixed = inputs(images, torch.arange(5), 0, number, 0)
-        soft = mixed.targets(5, 0.0)
-        implied = soft @ brightness.float() / 255
-        assert_close(mixed.images[:, 0, 0, 0], implied)
-        assert 0 < soft[0, 0] < 1
-        assert mixed.is_mixed is not None
-        assert mixed.is_mixed.tolist() == [True, True, False, True, True]  # the middle with itself
+    images = random_images(5, size=2)
+    mixed = inputs(images, torch.arange(5), 0, 0, 0)
+    assert mixed.is_mixed is not None
+    assert mixed.is_mixed.tolist() == [True, True, False, True, True]
     inputs.stop_mixing()
     mixed = inputs(images, torch.arange(5), 0, 0, 0)
     assert_close(mixed.images, images / 255)

@@ -3,6 +3,8 @@
 import copy
 import math
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -343,40 +345,38 @@ def factors(model: nn.Module, **options: Any) -> dict[str, Factors]:
     return {name: of[parameter] for name, parameter in model.named_parameters()}
 
 
-def in_module(factors_of_model: dict[str, Factors]) -> dict[str, Factors]:
-    """By the names that a model's parameters have in a module."""
-    return {f"model.{name}": factor for name, factor in factors_of_model.items()}
+def headless() -> nn.Module:
+    model: Any = small_vit()
+    model.reset_classifier(0)
+    return model
 
 
-@pytest.mark.parametrize(("options", "rates"), [({"layer_decay": 0.5}, 11), ({}, 1)], ids=str)
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "cait_xxs24_224"])
-def test_parameters_learn_at_the_rates_of_the_plain_model(name: str, options: Any, rates: int):
-    """Whose groups are told by patterns, or by a function."""
-    with torch.device("meta"):
-        model = timm.create_model(name, num_classes=CLASSES)
-        plain = factors(model, **options)
-        ours = factors(attach(model, CLASSES, htm={"layer": [0, 1]}), **options)
-    scorenets = [ours.pop(key) for key in list(ours) if key.startswith("scorenets.")]
-    assert ours == in_module(plain)
-    assert len(scorenets) >= 4
-    assert all(factor.rate == 1 for factor in scorenets)
-    different = {factor.rate for factor in plain.values()}
-    assert len(different) >= rates
+def of_timm(name: str) -> nn.Module:
+    return timm.create_model(name, num_classes=CLASSES)
+
+
+LEARNERS: dict[str, Callable[[], nn.Module]] = {  # how the groups of a model are told
+    "by patterns": partial(of_timm, "vit_tiny_patch16_224"),
+    "by a function": partial(of_timm, "cait_xxs24_224"),
+    "not at all": small_cct,
+    "without a head": headless,
+}
 
 
 @pytest.mark.parametrize("options", [{"layer_decay": 0.5}, {}], ids=str)
-def test_models_without_groups_learn_as_well(options: dict[str, float]):
-    ours = factors(attached(small_cct()), **options)
-    assert ours == in_module(factors(small_cct(), **options))
-
-
-def test_models_without_a_head_learn_as_well():
-    model: Any = small_vit()
-    model.reset_classifier(0)
-    plain = factors(model, layer_decay=0.5)
-    ours = factors(attached(model, htm={"layer": 1}), layer_decay=0.5)
-    assert max(factor.rate for factor in plain.values()) == 1
-    assert ours["scorenets.1.head.weight"].rate == 1
+@pytest.mark.parametrize("learner", LEARNERS)
+def test_parameters_learn_at_the_rates_of_the_plain_model(learner: str, options: Any):
+    with torch.device("meta"):
+        model = LEARNERS[learner]()
+        plain = factors(model, **options)
+        ours = factors(attach(model, CLASSES, htm={"layer": [0, 1]}), **options)
+    scorenets = [ours.pop(key) for key in list(ours) if key.startswith("scorenets.")]
+    assert ours == {f"model.{name}": factor for name, factor in plain.items()}
+    assert len(scorenets) >= 4
+    assert all(factor.rate == 1 for factor in scorenets)
+    if learner.startswith("by "):
+        different = {factor.rate for factor in plain.values()}
+        assert (len(different) > 4) == ("layer_decay" in options)
 
 
 def test_what_timm_asks_a_model_for_is_the_models():
