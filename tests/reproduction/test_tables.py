@@ -194,62 +194,41 @@ def test_runs_that_have_no_name_in_common_leave_no_empty_note(model: Run):
         assert note.strip("- ")
 
 
-def test_a_row_that_mixed_nothing_shows_it(model: Run):
-    """All of its samples were easy."""
+def test_rows_show_what_was_easy_and_what_was_mixed(model: Run):
+    """Also nothing; runs of before had the counts of easy samples under the names of mixed ones."""
     busy = {"easy_share": 0.75, "mixed_share": 0.5, "mixed_tokens": 9.0}
     idle = {"easy_share": 1.0, "mixed_share": 0.0, "mixed_tokens": None}
     for seed in range(3):
         write(model, f"auto{seed}", {}, seed, **busy)
         write(model, f"idle{seed}", {RHO: 1.0}, seed, top1_last=80.0 + seed**2, **idle)
-    rows = shown_mixing()
-    assert rows["auto"] == {"easy [%]": "75.0", "mixed [%]": "50.0", "tokens of mixed": "9.0"}
-    assert rows["1"] == {"easy [%]": "100.0", "mixed [%]": "0.0", "tokens of mixed": "-"}
-
-
-def shown_mixing() -> dict[str, dict[str, str]]:
-    """What the table of runs shows of mixing, by rho."""
-    titles, *rows = cells(table()[1])
-    found = {}
-    for row in rows:
-        shown = dict(zip(titles, row, strict=True))
-        names = ("easy", "mixed", "tokens")
-        found[shown["rho"]] = {key: x for key, x in shown.items() if key.startswith(names)}
-    return found
-
-
-def test_runs_of_before_show_their_easy_samples_and_no_mixed_ones(model: Run):
-    """They had the counts of easy samples under the names of mixed ones."""
-    write(model, "now", {}, easy_share=0.75, mixed_share=0.5, mixed_tokens=9.0)
-    before = write(model, "before", {RHO: 1.0})
-    counts = ("easy_share", "easy_samples", "mixed_share", "mixed_samples", "mixed_tokens")
+    before = write(model, "before", {RHO: 0.5})
     summary = json.loads((before / "summary.json").read_text())
-    kept = {key: value for key, value in summary.items() if key not in counts}
+    kept = {key: x for key, x in summary.items() if not key.startswith(("easy_", "mixed_"))}
     old = {"mixed_share": 0.25, "mixed_samples": 5.0, "mixed_tokens": 3.0}
     (before / "summary.json").write_text(json.dumps(kept | old))
-    rows = shown_mixing()
-    assert rows["1"]["easy [%]"] == "25.0"
-    assert rows["1"]["mixed [%]"] == "-"
-    assert rows["1"]["tokens of easy"] == "3.0"
-    assert rows["auto"]["tokens of easy"] == "-"
+    titles, *rows = cells(table()[1])
+    names = ("easy [%]", "mixed [%]", "tokens of mixed", "tokens of easy")
+    shown = {}
+    for row in rows:
+        of_title = dict(zip(titles, row, strict=True))
+        shown[of_title["rho"]] = [of_title[name] for name in names]
+    assert shown == {
+        "auto": ["75.0", "50.0", "9.0", "-"],
+        "1": ["100.0", "0.0", "-", "-"],
+        "0.5": ["25.0", "-", "-", "3.0"],
+    }
 
 
 @pytest.mark.parametrize(
     ("variants", "is_drawn"),
     [
-        ([{"recipe.lr": 0.1}, {"recipe.lr": 0.2}], True),
-        (
-            [
-                {"recipe.lr": 0.1, "recipe.epochs": 1},
-                {"recipe.lr": 0.1, "recipe.epochs": 2},
-                {"recipe.lr": 0.2, "recipe.epochs": 1},
-                {"recipe.lr": 0.2, "recipe.epochs": 2},
-            ],
-            True,
-        ),
+        ([{"recipe.lr": lr, "recipe.epochs": n} for lr in (0.1, 0.2) for n in (1, 2)], True),
         ([{"recipe.lr": 0.1}], False),
     ],
 )
-def test_a_plot_shows_one_or_two_settings(model: Run, variants: list[Settings], is_drawn: bool):
+def test_a_plot_shows_up_to_two_settings_that_differ(
+    model: Run, variants: list[Settings], is_drawn: bool
+):
     for number, settings in enumerate(variants):
         write(model, str(number), settings, top1_last=60.0 + number)
     result = script("runs", "outputs", "--plot", "plot.png")

@@ -276,14 +276,6 @@ class LinearAttention(Block):
 
 
 @case("map", htm=False, vtm=False)
-class KeysOverTokens(Block):
-    """Rows are features, columns are tokens."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return q @ (k.mT.softmax(dim=-1) @ v)
-
-
-@case("map", htm=False, vtm=False)
 class OverChannels(Block):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         attn = (q.mT @ k / TOKENS).softmax(dim=-1)

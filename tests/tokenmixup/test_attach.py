@@ -60,8 +60,10 @@ def test_without_settings_training_is_the_plain_model(images, targets):
     assert torch.equal(training_loss(output, 0.5), expected)
 
 
-@pytest.mark.parametrize("more", [{}, {"detector": "gradient"}, {"rollout_steps": 1}], ids=str)
-@pytest.mark.parametrize(("layer", "of_vtm"), [(1, 2), (2, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("layer", "of_vtm", "more"),
+    [(1, 2, {}), (2, 1, {}), (2, 2, {"detector": "gradient"}), (2, 2, {"rollout_steps": 1})],
+)
 def test_htm_that_replaces_nothing_beside_vtm_is_vtm_alone(images, targets, layer, of_vtm, more):
     """Whatever its detector: VTM chooses by the blocks' own maps."""
     htm = {"layer": layer, "tau": 9.0, "rho": INF, **more}
