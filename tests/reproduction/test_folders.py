@@ -118,6 +118,7 @@ def photos(here: Path) -> Path:
 
 
 DEEP = ("deep grey.png", "deep rgb.png", "float.tif")
+OF_NO_FORMAT = ("text.png", "program.png")  # another program would be started for the second
 
 
 def test_files_of_all_kinds_are_read_and_broken_ones_named(run: Run, photos: Path):
@@ -128,8 +129,8 @@ def test_files_of_all_kinds_are_read_and_broken_ones_named(run: Run, photos: Pat
     for name in BROKEN:
         (line,) = [line for line in result.lines if f"photos/a/b/{name}: " in line]
         assert "no readable image" in line
-        says_deep = "more than 8 bits" in line
-        assert says_deep == (name in DEEP)
+        assert ("more than 8 bits" in line) == (name in DEEP)
+        assert ("none of AVIF" in line) == (name in OF_NO_FORMAT)
     assert len(result.lines) == len(BROKEN) + 1
     assert "1 .txt" in result.err
 
