@@ -400,6 +400,18 @@ def rotated(x: Tensor, angle: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
+@case("tokens")
+class CountedKeys(Block):
+    """Scores that are scaled by the logarithm of the number of its own keys."""
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().scores(q, k) * math.log(q.shape[2])
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scale = math.log(k.shape[2]) / math.sqrt(q.shape[-1])
+        return SDPA(q, k, v, scale=scale)
+
+
 # 3. A block's own tokens draw as without a memory (VTM)
 
 
@@ -553,12 +565,12 @@ class Trying(Block):
 
 
 @case("errors")
-class ExceptException(Trying):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+class RaisedAgain(Trying):
+    def forward(self, x: Tensor) -> Any:
         try:
-            return SDPA(q, k, v)
-        except Exception:
-            return self.wrong(q, k, v)
+            return super().forward(x)
+        except Exception as error:
+            raise RuntimeError("in this block") from error
 
 
 @case("errors")
