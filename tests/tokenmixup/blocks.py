@@ -565,7 +565,7 @@ class Trying(Block):
 
 
 @case("errors")
-class RaisedAgain(Trying):
+class RaisedAgain(Block):
     def forward(self, x: Tensor) -> Any:
         try:
             return super().forward(x)
