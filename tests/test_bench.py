@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.doors import Result, assert_refused, assert_succeeded, cells, script, snapshot
+from tests.doors import Result, assert_succeeded, cells, script
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="they would measure the GPU")
 MODEL = "cct_2_3x2"
@@ -71,21 +71,6 @@ def test_bench_prints_what_it_writes(measured: Measured):
     assert shown["HTM"][0].startswith(f"{median:.4g} (")
     assert measured.report["rounds"] == 2
     assert measured.report["torch"] == torch.__version__
-
-
-MISTAKES = {  # command -> what the line names
-    "bench resnet18": "models=resnet18",
-    f"bench {MODEL} --rounds 0": "rounds",
-    "cost table9": "table9",
-    "cost --seeds x": "seeds",
-    "latency --rounds -1": "rounds",
-}
-
-
-@pytest.mark.parametrize("command", MISTAKES)
-def test_mistakes_are_refused_in_one_line(here: Path, command: str):
-    assert_refused(script(*command.split()), MISTAKES[command])
-    assert list(snapshot()) == []
 
 
 OF_OURS = """

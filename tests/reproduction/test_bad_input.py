@@ -44,6 +44,7 @@ def write_files() -> None:
     """Writes the files that the table names."""
     Path("folder").mkdir()
     Path("table.csv").write_text("not ours\n")
+    Path("lines.jsonl").write_text("{}\n{}\n")
     Path("noise.pt").write_bytes(bytes(range(256)))
     torch.save({"weight": torch.ones(2)}, "other.pt")
     config, _ = doors.dry("name=good", "output_root=runs")

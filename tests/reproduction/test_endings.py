@@ -106,10 +106,10 @@ def test_the_model_of_a_failed_run_is_freed_at_once(here: Path, error: Exception
     gc.disable()
     try:
         with planted("step", bug):
-            assert train("-m", "seed=0,1,2", SMALL, ALL).status == 1
+            assert train("-m", "seed=0,1", SMALL, ALL).status == 1
     finally:
         gc.enable()
-    assert living == [living[0]] * 3  # its own beside those that fixtures hold
+    assert living == [living[0]] * 2  # its own beside those that fixtures hold
 
 
 @pytest.mark.slow
@@ -223,7 +223,7 @@ def test_a_full_disk_is_a_failure_that_names_the_file(here: Path):
     whole = trained(ONE, root="whole").path / "checkpoints"
     smallest = (whole / "best.safetensors").stat().st_size
     largest = (whole / "last.pt").stat().st_size
-    for part in range(1, 8):
+    for part in (1, 4, 7):
         with files_end_at(smallest + part * (largest - smallest) // 8):
             result = train(ONE, f"output_root={part}")
         assert_refused(result, f"{part}/mine/checkpoints/last.pt: File too large", status=1)

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -155,7 +156,8 @@ def test_an_input_mixing_is_counted_and_stands_alone():
     source = "augmentation.resizemix.source=resizemix:mi"
     assert_refused(train(words, source), source, "perhaps mix")
     Path("resizemix.py").write_text("def mix(**options):\n    return lambda x, y, rng: (x, y, x)\n")
-    result = train(words, "name=other", apart=True)
+    del sys.modules["resizemix"]
+    result = train(words, "name=other")
     assert_refused(result, "augmentation.resizemix.source", "and weights [2]")
 
 

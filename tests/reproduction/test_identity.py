@@ -232,6 +232,7 @@ SPELLINGS = [
     ("recipe.lr=1", "recipe.lr=1.0"),
     ("recipe.warmup_lr=0", "recipe.warmup_lr=0.0"),
     ("augmentation=[vtm,htm]", "augmentation=[htm,vtm]"),
+    ("augmentation=none", "augmentation=[]"),
 ]
 
 
@@ -270,17 +271,6 @@ def test_a_run_of_an_earlier_revision_is_gone_on_with(here: Path):
     saved["recipe"]["non_finite"] = "skip"
     (run.path / "config.yaml").write_text(yaml.safe_dump(saved))
     assert_refused(train("name=mine", "resume=auto", SMALL), "recipe.non_finite=skip")
-
-
-def test_labels_of_cutmix_by_area_are_read_and_others_refused_by_name(here: Path):
-    run = trained(SMALL, "augmentation=[cutmix]")
-    saved = run.config
-    saved["augmentation"]["cutmix"]["labels"] = "area"
-    (run.path / "config.yaml").write_text(yaml.safe_dump(saved))
-    assert_succeeded(evaluate("run=outputs/mine"))
-    saved["augmentation"]["cutmix"]["labels"] = "attention"
-    (run.path / "config.yaml").write_text(yaml.safe_dump(saved))
-    assert_refused(evaluate("run=outputs/mine"), "augmentation.cutmix.labels=attention")
 
 
 AS_BEFORE = "recipe.drop_last=false"

@@ -49,6 +49,9 @@ def test_a_failed_point_ends_no_other_and_is_told_at_the_end(here: Path, jobs: l
     if jobs:
         for run in runs():
             assert "epoch" in Path("outputs/.logs", f"{run.path.name}.log").read_text()
+        ours = [run for run in runs() if run.config["recipe"]["lr"] == 0.001]
+        alone = trained("recipe.lr=0.001", "seed=0", ONE, root="alone")
+        assert [] in [same(run, alone) for run in ours]
     assert_succeeded(train("-m", jobs, "recipe.lr=0.001", "seed=range(2)", "resume=auto", ONE))
     assert len(runs()) == 4
 
@@ -73,14 +76,14 @@ def test_a_sweep_has_the_order_of_its_words(here: Path):
     assert points == [("0.2", "3"), ("0.2", "1"), ("0.1", "3"), ("0.1", "1")]
 
 
-def test_errors_are_told_where_no_run_has_begun(here: Path, monkeypatch: pytest.MonkeyPatch):
+def test_errors_are_told_where_no_run_has_begun(here: Path):
     words = ("seed=0,1", ONE, "logger=wandb", "logger.wandb.mode=bogus")
     result = train("-m", words)
     assert result.status == 2
     assert len(result.lines) == 2
     for line in result.lines:
         assert "bogus" in line
-    assert "0 of 2 runs" in result.out
+    assert "0 of 2 runs are finished, 2 not started" in result.out
     assert not snapshot()
 
 

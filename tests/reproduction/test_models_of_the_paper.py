@@ -14,11 +14,8 @@ from torch import nn
 from tests.doors import (
     ROOT,
     Words,
-    assert_refused,
     initial_model,
     meta_module,
-    snapshot,
-    train,
 )
 
 PRINTED = yaml.safe_load((ROOT / "tests" / "fixtures" / "paper_sizes.yaml").read_text())
@@ -122,25 +119,3 @@ def test_the_stem_for_small_images_keeps_the_resolution(row: str, last: str):
     built.get_submodule(last).register_forward_hook(note)
     built(torch.zeros(2, 3, 32, 32, device="meta"))
     assert sizes == [(32, 32), (8, 8)]
-
-
-TIMM_VIT = "model=vit_tiny_patch16_224"
-COMPARATOR = "model=timm augmentation=[]"
-REFUSED = {  # words -> what the line names
-    f"{TIMM_VIT} model.architecture=vit_nope": "model.architecture=vit_nope",
-    f"{TIMM_VIT} model.pretrained=nope": "model.pretrained=nope",
-    f"{TIMM_VIT} model.depth=5": "model.depth=5",
-    f"{TIMM_VIT} model.patch_size=8": "model.patch_size=8",
-    "model.image_size=16 augmentation.vtm.kappa=17": "kappa=17",
-    f"{COMPARATOR} model.stem=cifar model.architecture=mobilenetv3_small_050": "stem=cifar",
-    f"{COMPARATOR} +model.options.nope=1 model.architecture=resnet18": "model.options",
-    f"{COMPARATOR} model.architecture=resnet_nope": "resnet_nope",
-    "model=timm model.architecture=resnet18 augmentation=[htm]": "htm",
-    COMPARATOR: "model.architecture",
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_models_that_cannot_be_built_are_refused_in_one_line(here: Path, words: str):
-    assert_refused(train(words.split(), "device=cpu"), REFUSED[words])
-    assert not snapshot()

@@ -77,10 +77,11 @@ def best_of(row: Row) -> Predicted:
     return Predicted(names, [float(row[f"probability{place}"]) for place in places])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_predictions_equal_a_loop_over_the_files(here: Path, ranks: int):
     write_images(here / "images", CLASSES, train=4, held_out=3)
-    Path("images/val/bee/1.png").unlink()
+    for name in ("bee/1.png", "gnu/2.png"):
+        Path("images/val", name).unlink()
     run = trained(FOLDER)
     config = run.path / "config.yaml"  # as a GPU may have trained it
     config.write_text(config.read_text().replace("compile: false", "compile: cuda-graph"))
@@ -89,7 +90,7 @@ def test_predictions_equal_a_loop_over_the_files(here: Path, ranks: int):
     assert_succeeded(result)
     rows = predictions("x.csv")
     files = sorted(Path("images/val").rglob("*.png"))
-    assert len(rows) == 20
+    assert len(rows) == 19
     for row, file, expected in zip(rows, files, predicted(run, files), strict=True):
         found = best_of(row)
         assert row["image"] == str(file)
@@ -129,15 +130,17 @@ def tables_of(run: Run, *words: str) -> Tables:
     return Tables(predictions("x.csv"), predictions(classes), result.out)
 
 
-LIMITS = [
-    ("dataset.eval_limit=10",),
-    ("+dataset.options.held_out=3", "dataset.eval_limit=null", "devices=4"),
-]
+LIMITS = {  # words -> the number of images
+    ("dataset.eval_limit=10",): 10,
+    ("+dataset.options.held_out=1", "dataset.eval_limit=null", "devices=2"): 1,
+}
 
 
 @pytest.mark.parametrize("words", LIMITS, ids=["one process", "more ranks than images"])
 def test_tables_follow_from_the_predictions(here: Path, digits_run: Run, words: tuple[str, ...]):
+    """Each image is predicted once."""
     found = tables_of(digits_run, *words)
+    assert len({row["image"] for row in found.rows}) == len(found.rows) == LIMITS[words]
     assert_accuracies_follow(found.out, found.rows)
     true = [row["class"] for row in found.rows]
     guessed = [row["predicted"] for row in found.rows]
@@ -148,12 +151,6 @@ def test_tables_follow_from_the_predictions(here: Path, digits_run: Run, words: 
         assert int(of_class["images"]) == counts.sum()
         if counts.sum():
             assert of_class["top1"] == f"{100 * counts[digit] / counts.sum():.2f}"
-
-
-def test_more_ranks_than_images_predict_each_once(here: Path, digits_run: Run):
-    """Images of a function are named by their place."""
-    found = tables_of(digits_run, *LIMITS[1])
-    assert [row["image"] for row in found.rows] == ["0", "1", "2"]
 
 
 def test_the_confusion_is_drawn(here: Path, digits_run: Run, drawn_texts: dict[str, list[str]]):
@@ -193,7 +190,7 @@ def folder_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture
 def photos(here: Path) -> list[str]:
-    """Three photos in the order in which they are predicted; beside them lies what is none."""
+    """Three photos in the order in which they are predicted."""
     Path("photos/a/b").mkdir(parents=True)
     noise = np.random.default_rng(0).integers(0, 256, (40, 60, 4), dtype=np.uint8)
     sideways = Image.Exif()
@@ -201,28 +198,17 @@ def photos(here: Path) -> list[str]:
     Image.fromarray(noise[..., :3]).save("photos/a/b/x.JPG", exif=sideways)
     Image.fromarray(noise).save("photos/a/y.png")
     Image.fromarray(noise[..., 0]).save("photos/z.webp")
-    for other in ("a/broken.png", "notes.txt", ".hidden.png"):
-        Path("photos", other).write_bytes(b"no image")
     return ["photos/z.webp", "photos/a/y.png", "photos/a/b/x.JPG"]
-
-
-def test_a_folder_without_classes_is_predicted(folder_run: Run, photos: list[str]):
-    before = snapshot(folder_run.path)
-    result = evaluate(f"run={folder_run.path}", "images=photos", "predictions=x.csv")
-    assert_succeeded(result, "3 images of photos")
-    assert "photos/a/broken.png: no readable image" in result.err
-    assert "1 .txt" in result.err
-    assert len(result.lines) == 2
-    assert snapshot(folder_run.path) == before
-    rows = predictions("x.csv")
-    assert [row["image"] for row in rows] == photos
-    assert list(rows[0])[:4] == ["image", "predicted", "probability", "predicted_2"]
 
 
 def test_load_run_predicts_what_is_in_the_file(folder_run: Run, photos: list[str]):
     words = (f"run={folder_run.path}", "images=photos", "predictions=x.csv")
-    assert_succeeded(evaluate(words))
+    before = snapshot(folder_run.path)
+    assert_succeeded(evaluate(words), "3 images of photos")
     rows = predictions("x.csv")
+    assert [row["image"] for row in rows] == photos
+    assert list(rows[0])[:4] == ["image", "predicted", "probability", "predicted_2"]
+    assert snapshot(folder_run.path) == before
     model, transform, classes = load_run(folder_run.path)
     images = pickle.loads(pickle.dumps(transform))(photos)  # as a spawned worker gets it
     assert torch.equal(images, transform([Image.open(path) for path in photos]))
@@ -238,22 +224,6 @@ def test_a_folder_without_images_is_refused(here: Path, folder_run: Run, folder:
     Path("none").mkdir()
     words = (f"run={folder_run.path}", f"images={folder}", "predictions=y.csv")
     assert_refused(evaluate(words), f"images={folder}")
-
-
-@pytest.mark.parametrize(
-    ("word", "reason"),
-    [
-        ("dataset.limit=10", "training images"),
-        ("dataset.validation=0.1", "training images"),
-        ("recipe.lr=1", "allowed are run"),
-    ],
-)
-def test_what_belongs_to_the_training_of_a_run_cannot_be_changed(
-    digits_run: Run, word: str, reason: str
-):
-    result = evaluate(f"run={digits_run.path}", word)
-    assert_refused(result, word)
-    assert reason in result.err
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,6 @@ ROWS = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return trained(SMALL, "recipe.max_steps=1", root=tmp_path_factory.mktemp("report"))
-
-
 def finished(model: Run, name: str, seed: int = 0, **summary: object) -> Path:
     """Writes a run of a row of the paper with the summary of another one."""
     folder = write(model, name, {}, seed, **summary)
@@ -153,26 +148,9 @@ def test_the_papers_values_are_not_drawn_beside_a_validation_split(
     (name,) = [name for name in drawn_texts if name.startswith("table1")]
     assert any(text.startswith("validation top-1") for text in drawn_texts[name])
     assert "the paper's" not in drawn_texts[name]
-    assert_succeeded(script("report"))
+    assert_succeeded(script("report", "--study", "table1"))
     assert "the paper's" in drawn_texts["table1-CIFAR-100"]
     assert (report / "table1.md").exists()
-
-
-WRONG = {  # command -> what the line names
-    "report --outputs nowhere": "nowhere",
-    "report --scale huge": "huge",
-    "report --x": "x",
-    "report --results results recipe.lr=1": "recipe.lr=1",
-    "publish x y.yaml recipe.lr=1": "recipe.lr=1",
-    "publish x nowhere.yaml": "nowhere.yaml",
-    "publish x lines.jsonl": "lines.jsonl",
-}
-
-
-@pytest.mark.parametrize("command", WRONG)
-def test_a_report_that_cannot_be_made_is_refused_in_a_line(command: str):
-    Path("lines.jsonl").write_text("{}\n{}\n")
-    assert_refused(script(*command.split()), WRONG[command])
 
 
 DRAWN = words_of("accuracy.svg mixed_samples.svg mixed_pairs.png memory.png saliency.png")

@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections import Counter
+from contextlib import chdir
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +21,11 @@ from tests.doors import (
     assert_refused,
     assert_succeeded,
     cells,
-    same,
     script,
     snapshot,
     statuses,
     train,
 )
-from tests.images import SOURCE, disturbed
 
 pytestmark = pytest.mark.usefixtures("here")
 RESULTS = ROOT / "results"
@@ -238,25 +237,6 @@ def test_a_study_that_is_wrong_is_refused_in_a_line(changes: str, part: str):
     assert list(snapshot()) == ["mine.yaml"]
 
 
-WRONG = {  # words -> what the line names
-    "table6": "table6",
-    "table1/nothing": "table1/nothing",
-    "nowhere.yaml": "nowhere.yaml",
-    "table3 scale=huge": "huge",
-    "table3 seeds=0": "0",
-    "table3 seed=3": "3",
-    "table3 jobs=x": "x",
-    "table3 recipe.lrr=1": "lrr",
-    "table3 task=99": "99",
-}
-
-
-@pytest.mark.parametrize("command", WRONG)
-def test_words_that_do_not_fit_are_refused_in_a_line(command: str):
-    assert_refused(script("reproduce", command.split()), WRONG[command])
-    assert not snapshot()
-
-
 def test_two_rows_of_one_name_are_refused():
     Path("mine.yaml").write_text(STUDY.replace("  htm:", "  plain:"))
     assert_refused(script("reproduce", "mine.yaml"), "plain")
@@ -274,10 +254,18 @@ def folders() -> dict[str, Run]:
     return {name: Run(*Path("outputs").glob(f"three-{name}-s0-*")) for name in names}
 
 
-def test_each_run_of_a_study_is_trained_once_and_its_table_written():
-    text = reproduce("objective=val_loss")  # no setting, so folders and files have their names
-    assert "3 of 3 runs are finished" in text
-    assert re.search(r"\| random +\| +1 \|", text)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The outputs of the study."""
+    with chdir(tmp_path_factory.mktemp("whole")):
+        text = reproduce("objective=val_loss")  # no setting, so folders and files have their names
+        assert "3 of 3 runs are finished" in text
+        assert re.search(r"\| random +\| +1 \|", text)
+        return Path("outputs").absolute()
+
+
+def test_each_run_of_a_study_is_trained_once_and_its_table_written(whole: Path):
+    shutil.copytree(whole, "outputs")
     trained = folders()
     for run in trained.values():
         assert run.checkpoint()["step"] == 4
@@ -296,41 +284,8 @@ def test_each_run_of_a_study_is_trained_once_and_its_table_written():
     assert [run["status"] for run in listed("three.yaml")] == ["finished"] * 3
 
 
-def test_two_jobs_train_what_one_does():
-    reproduce()
-    shutil.move("outputs", "one")
-    reproduce("jobs=2")
-    for run in folders().values():
-        assert same(run, Run(Path("one", run.path.name))) == []
-
-
-BAD_AND_GOOD = f"""
-rows:
-  bad: [dataset=custom, {SOURCE}, dataset.workers=0, 'augmentation=[]']
-  good: ['augmentation=[]']
-"""
-
-
-def test_a_failed_run_is_named_and_the_others_go_on():
-    write_study("own.yaml", BAD_AND_GOOD)
-    with disturbed("fail", at=40):
-        result = script("reproduce", "own.yaml")
-    assert result.status == 1
-    assert "own-bad-s0-" in result.lines[-1]
-    assert "1 of 2 runs are finished, 1 failed" in result.out
-    assert_succeeded(script("reproduce", "own.yaml"))
-    assert [run["status"] for run in listed("own.yaml")] == ["finished"] * 2
-
-
-@pytest.mark.parametrize("jobs", [[], ["jobs=2"]], ids=["in turn", "processes"])
-def test_a_study_of_which_no_run_begins_tells_why(jobs: list[str]):
-    text = reproduce("logger=wandb", "logger.wandb.mode=bogus", jobs, status=2)
-    assert text.count("bogus") == 3
-    assert "0 of 3 runs are finished, 3 not started" in text
-
-
-def test_a_damaged_folder_is_named_before_any_run_starts():
-    reproduce()
+def test_a_damaged_folder_is_named_before_any_run_starts(whole: Path):
+    shutil.copytree(whole, "outputs")
     folder = folders()["plain"].path
     shutil.rmtree(folder / "checkpoints")  # from which the files could be told
     (folder / "config.yaml").write_text("x")

@@ -21,7 +21,7 @@ from tests.doors import (
 )
 from tests.images import OWN, SOURCE, disturbed, unreadable, write_images
 
-IMAGES = (OWN, "+dataset.options.train=120", SHORT)  # of which one may be unreadable
+IMAGES = (OWN, "+dataset.options.train=100", SHORT)  # of which one may be unreadable
 CROPPED = ("recipe.transforms.scale=[0.3,1]", "recipe.transforms.hflip=0.5")  # augmentation shows
 FOLDER = (
     words_of("""
@@ -41,7 +41,7 @@ def warnings_of(result: Result) -> list[str]:
     ("index", "more"),
     [
         (0, ("dataset.workers=2",)),  # the one that is tried before the run
-        (119, ("dataset.workers=0",)),  # whose next one is the first
+        (99, ("dataset.workers=0",)),  # whose next one is the first
         pytest.param(59, ("devices=2",), marks=pytest.mark.slow),
     ],
 )
@@ -65,7 +65,7 @@ def test_the_next_image_takes_the_place_of_one_that_is_unreadable(
 def test_a_resumed_run_knows_what_was_unreadable(here: Path):
     with unreadable(7):
         trained(IMAGES, name="whole")
-        with disturbed("SIGTERM", at=200):
+        with disturbed("SIGTERM", at=150):
             assert train(IMAGES, "name=mine").status == 130
         assert Run("outputs/mine").checkpoint()["unreadable"].keys() == {7}
         assert not warnings_of(train(IMAGES, "name=mine", "resume=auto"))
@@ -78,7 +78,7 @@ def test_more_than_one_in_a_hundred_ends_the_run(here: Path, indices: tuple[int,
     with unreadable(*indices):
         result = train(IMAGES, "name=mine", "dataset.workers=1")
     assert result.status == 1
-    assert "2 of 120 images to train on" in result.lines[-1]
+    assert "2 of 100 images to train on" in result.lines[-1]
     assert "Traceback" not in result.err
     assert Run("outputs/mine").summary["status"] == "failed"
 

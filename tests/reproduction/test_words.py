@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from tests.doors import (
     SMALL,
-    assert_refused,
     assert_succeeded,
     config_of,
     evaluate,
@@ -66,15 +65,9 @@ def test_what_hydra_reads_it_reads_alone(text: str, value: object):
     assert value_of(f"key={text}") == value
 
 
-@pytest.mark.parametrize("word", ["name=it's, too", "+dataset.options.of=[~/a,b]", "name=1,2"])
-def test_a_list_that_hydra_cannot_read_is_refused_with_the_word(here: Path, word: str):
-    """Which of its letters are a text only quotes tell."""
-    assert_refused(train("-m", word, "dry_run=1"), word)
-
-
 def test_every_program_reads_alike(here: Path):
     name = "it's caf\xe9 #"
-    assert_succeeded(train("-m", "jobs=2", "seed=1,2", f"name={name}${{seed}}", ONE))
+    assert_succeeded(train("-m", "seed=1,2", f"name={name}${{seed}}", ONE))
     assert [run.path.name for run in runs()] == [f"{name}1", f"{name}2"]
     assert_succeeded(evaluate(f"run=outputs/{name}1", f"predictions={name}.csv", "device=cpu"))
     assert Path(f"{name}.csv").exists()

@@ -4,10 +4,8 @@
 Letters: b batch, h heads, n tokens, m memory, d width, e head width.
 """
 
-import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +23,6 @@ class Block(nn.Module):
     """Attention and MLP, as timm has them; the blocks below differ in one thing each."""
 
     heads = HEADS
-    memory_places: Tensor | None = None  # b m, by hand: those of the memory's tokens
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,20 +129,21 @@ class Fused(Block):
 
 @case("map", vtm=False)
 class Softmax(Block):
+    softmax: Any = staticmethod(torch.softmax)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.softmax(self.scores(q, k), -1) @ v
+        return self.softmax(self.scores(q, k), dim=3) @ v
 
 
 @case("map", vtm=False)
-class SoftmaxByName(Block):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.softmax(input=self.scores(q, k), dim=3) @ v
+class SoftmaxByName(Softmax):
+    def softmax(self, scores: Tensor, dim: int) -> Tensor:
+        return F.softmax(input=scores, dim=-1)
 
 
 @case("map", vtm=False)
-class SpecialSoftmax(Block):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.special.softmax(self.scores(q, k), -1) @ v
+class SpecialSoftmax(Softmax):
+    softmax = staticmethod(torch.special.softmax)
 
 
 @case("map", vtm=False)
@@ -164,38 +162,13 @@ class GroupsFused(Block):
         return SDPA(*(x.unflatten(1, (2, 2)) for x in (q, k, v))).flatten(1, 2)
 
 
-class FewKeys(Block):
-    """Scores that are masked; HTM alone."""
+@case("map", vtm=False)
+class BestKey(Softmax):
+    """Each query has one key."""
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         scores = super().scores(q, k)
-        return scores.masked_fill(~self.is_key(scores), -math.inf)
-
-    def is_key(self, scores: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.scores(q, k).softmax(-1) @ v
-
-
-@case("map", vtm=False)
-class BestKeys(FewKeys):
-    best = 2
-
-    def is_key(self, scores: Tensor) -> Tensor:
-        return scores >= scores.topk(self.best, dim=-1).values[..., -1:]
-
-
-@case("map", vtm=False)
-class BestKey(BestKeys):
-    best = 1
-
-
-@case("map", vtm=False)
-class Neighbours(FewKeys):
-    def is_key(self, scores: Tensor) -> Tensor:
-        place = torch.arange(scores.shape[-1])
-        return (place[:, None] - place).abs() <= 1
+        return scores.masked_fill(scores < scores.amax(dim=-1, keepdim=True), -math.inf)
 
 
 @case("map")
@@ -219,22 +192,6 @@ class ExpertsAsTokens(Block):
         attended, attn = self.attended_by_hand(x, memory)
         x = attended + self.routed(self.norm1(x))
         return x + self.routed(x), attn
-
-
-@case("map")
-class Rounded(Block):
-    """Activations of 8 bits, token by token."""
-
-    def projected(self, x: Tensor) -> Tensor:
-        return super().projected(rounded(x))
-
-    def mlp(self, x: Tensor) -> Tensor:
-        return super().mlp(rounded(x))
-
-
-def rounded(x: Tensor) -> Tensor:
-    scale = 127 / x.abs().amax(dim=-1, keepdim=True)
-    return x + ((x * scale).round() / scale - x).detach()
 
 
 @case("map")
@@ -262,6 +219,20 @@ class Multihead(Block):
     def projected(self, x: Tensor) -> Tensor:
         both = F.linear(x, self.own.in_proj_weight, self.own.in_proj_bias)
         return by_head(both, HEADS)
+
+
+@case("map")
+class Described(Block):
+    """Reads what a quantised parameter would tell of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.scale.times = 2
+
+    def projected(self, x: Tensor) -> Tensor:
+        assert isinstance(self.scale, nn.Parameter)
+        return super().projected(x * self.scale * self.scale.times)
 
 
 @case("map")
@@ -305,14 +276,6 @@ class LinearAttention(Block):
 
 
 @case("map", htm=False, vtm=False)
-class KeysOverTokens(Block):
-    """Rows are features, columns are tokens."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return q @ (k.mT.softmax(dim=-1) @ v)
-
-
-@case("map", htm=False, vtm=False)
 class OverChannels(Block):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         attn = (q.mT @ k / TOKENS).softmax(dim=-1)
@@ -329,68 +292,32 @@ class OverSamples(Block):
 
 
 @case("map", htm=False, vtm=False)
-class SamplesStandardised(Block):
-    """By hand, over the batch, in training."""
-
+class MeanOverSamples(Block):
     def projected(self, x: Tensor) -> Tensor:
-        if self.training:
-            deviation = (x.var(dim=0) + 1e-3).sqrt()
-            x = (x - x.mean(dim=0)) / deviation
-        return super().projected(x)
+        return super().projected(x + x.mean(dim=0))
+
+
+@case("map", htm=False, vtm=False)
+class Vectorised(Block):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.vmap(SDPA)(q, k, v)
 
 
 # 2. Keys and values of a token do not depend on the others; all else may (VTM)
 
 
 @case("tokens")
-class GateOfZero(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Parameter(torch.zeros(WIDTH))
-
-    def mlp(self, x: Tensor) -> Tensor:
-        return self.gate * super().mlp(x)
-
-
-@case("tokens")
-class GatedUnits(Block):
-    def mlp(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.up(x)) * x)
-
-
-@case("tokens")
-class ScaledTokens(Block):
-    """Each token by its own length, and by a gate of its own."""
-
-    def mlp(self, x: Tensor) -> Tensor:
-        gate = self.up(x).mean(dim=-1, keepdim=True).sigmoid()
-        return F.normalize(x, dim=-1) * gate
-
-
-@case("tokens")
-class NormedQueries(Block):
-    def projected(self, x: Tensor) -> Tensor:
-        q, k, v = super().projected(x)
-        q = F.normalize(q, dim=-1)
-        k = F.normalize(k, dim=-1)
-        return torch.stack([q, 4 * k, v])
-
-
-@case("tokens")
-class SqueezeAndExcite(Block):
-    def mlp(self, x: Tensor) -> Tensor:
-        mean = x.mean(dim=1, keepdim=True)
-        return x * self.up(mean).sigmoid()
-
-
-@case("tokens")
-class ExciteInPlace(SqueezeAndExcite):
-    """With a residual sum in place."""
+class ExciteInPlace(Block):
+    """Squeeze and excite, with a residual sum in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         attended = self.attention(self.norm1(x))
         attended += x
         return attended + self.mlp(self.norm2(attended))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        mean = x.mean(dim=1, keepdim=True)
+        return x * self.up(mean).sigmoid()
 
 
 @case("tokens", samples=20)
@@ -403,76 +330,14 @@ class TokensFirst(Block):
         return (x + self.mlp(self.norm2(x))).transpose(0, 1)
 
 
-@case("tokens")
-class Parallel(Block):
-    """The MLP sees the block's input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.attention(self.norm1(x)) + self.mlp(self.norm2(x))
-
-    def by_hand(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        attended, attn = self.attended_by_hand(x, memory)
-        return attended + self.mlp(self.norm2(x)), attn
-
-
-@case("tokens")
-class ResponseNorm(Block):
-    """ConvNeXt-V2's, whose gamma begins at 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gamma_of_gate = nn.Parameter(torch.zeros(1, 1, WIDTH))
-
-    def mlp(self, x: Tensor) -> Tensor:
-        length = x.norm(dim=1, keepdim=True)
-        mean = length.mean(dim=-1, keepdim=True)
-        return x + self.gamma_of_gate * x * length / (mean + 1e-6)
-
-
-@case("tokens")
-class NormOverTokens(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.over_tokens = nn.InstanceNorm1d(WIDTH)
-
-    def mlp(self, x: Tensor) -> Tensor:
-        return super().mlp(self.over_tokens(x.mT).mT)
-
-
-@case("tokens")
-class Convolved(Block):
-    """Behind a gate that begins at 0 (ReZero)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Parameter(torch.zeros(()))
-        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
-
-    def mlp(self, x: Tensor) -> Tensor:
-        convolved = self.conv(x.mT).mT
-        return super().mlp(x) + self.gate * convolved
-
-
-@case("tokens")
-class SoftExperts(Block):
-    """Experts that read weighted means of the tokens."""
-
-    def mlp(self, x: Tensor) -> Tensor:
-        share = self.up(x)[..., :3]  # b n slots
-        slots = exponential(share.mT) @ x
-        return exponential(share) @ self.down(slots)
-
-
-@case("tokens")
 class Gated(Block):
-    """GTrXL's: a gate of the block's input and its attention."""
+    """What a block makes of its input and its attention."""
 
     def forward(self, x: Tensor) -> Any:
         return self.gated(x, self.attention(self.norm1(x)))
 
     def gated(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = torch.lerp(x, torch.tanh(self.down(attended)), self.up(x).sigmoid())
-        return x + self.mlp(self.norm2(x))
+        raise NotImplementedError
 
     def by_hand(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         whole, attn = self.attended_by_hand(x, memory)
@@ -489,15 +354,6 @@ class Normalised(Gated):
 
 
 @case("tokens")
-class ChannelsFirst(Gated):
-    """Sums and dropout on `b d n`."""
-
-    def gated(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = (x.mT + F.dropout(attended.mT, 1e-12, self.training)).mT
-        return x + self.mlp(self.norm2(x))
-
-
-@case("tokens")
 class CapturedShape(Gated):
     """Positions behind the attention, and a shape from in front of it."""
 
@@ -509,16 +365,6 @@ class CapturedShape(Gated):
         b, n, d = x.shape
         x = x + attended + self.table
         return x + self.mlp(self.norm2(x).reshape(b * n, d)).reshape(b, n, d)
-
-
-@case("tokens")
-class SkippedTokens(Gated):
-    """What a router leaves out keeps the block's input."""
-
-    def gated(self, x: Tensor, attended: Tensor) -> Tensor:
-        whole = x + attended
-        whole = whole + self.mlp(self.norm2(whole))
-        return torch.where(self.up(x).mean(dim=-1, keepdim=True) > 0, whole, x)
 
 
 @case("tokens", vtm=False)
@@ -555,53 +401,6 @@ def rotated(x: Tensor, angle: Tensor) -> Tensor:
 
 
 @case("tokens")
-class Distances(Block):
-    """A bias by distance (ALiBi), made from the number of tokens: a memory has that of its places.
-
-    In the map by hand, where there is no memory, there are no places.
-    """
-
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        n = q.shape[2]
-        bias = self.bias(n).expand(len(q), 1, n, n)
-        if k.shape[2] > n:
-            assert self.memory_places is not None
-            columns = bias.take_along_dim(self.memory_places[:, None, None], dim=3)
-            bias = torch.cat([bias, columns], dim=3)
-        return super().scores(q, k) + bias
-
-    def bias(self, n: int) -> Tensor:
-        place = torch.arange(n)
-        return -0.3 * (place[:, None] - place).abs()
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return SDPA(q, k, v, self.bias(k.shape[2]))
-
-
-@case("tokens", vtm=False)
-class AddedPositions(Block):
-    """A table for each of its tokens: there is none for more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.places = nn.Parameter(torch.randn(TOKENS, WIDTH))
-
-    def projected(self, x: Tensor) -> Tensor:
-        return super().projected(x + self.places)
-
-
-@case("tokens", vtm=False)
-class BiasBehindSoftmax(Block):
-    """Each key counts a little more."""
-
-    def dropped(self, attn: Tensor) -> Tensor:
-        return attn + 0.1
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.dropped(self.scores(q, k).softmax(dim=-1)) @ v
-
-
-@case("tokens")
 class CountedKeys(Block):
     """Scores that are scaled by the logarithm of the number of its own keys."""
 
@@ -619,15 +418,8 @@ class CountedKeys(Block):
 class Random(Block):
     """HTM's first run draws as well, so that by hand it would draw other numbers."""
 
-    def drop(self, x: Tensor, share: float = 0.3) -> Tensor:
-        return F.dropout(x, share, self.training)
-
-
-@case("dropout")
-class InTheMlp(Random):
-    def mlp(self, x: Tensor) -> Tensor:
-        inner = self.drop(F.gelu(self.up(x)))
-        return self.drop(self.down(inner))
+    def drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.3, self.training)
 
 
 @case("dropout")
@@ -647,65 +439,31 @@ class OfAttention(OfFusedAttention):
         return self.dropped(self.scores(q, k).softmax(dim=-1)) @ v
 
 
-@case("dropout")
-class WholePaths(Random):
-    """Stochastic depth: one number for each sample."""
-
-    def mlp(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return super().mlp(x)
-        kept = torch.rand(len(x), 1, 1) > 0.4
-        return super().mlp(x) * kept
-
-
 class LowRank(nn.Module):
-    """LoRA, with dropout in front of it; or DoRA, which scales the sum."""
+    """LoRA, with dropout in front of it."""
 
-    def __init__(self, up: float = 0.3, scaled: bool = False):
+    def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(WIDTH, 3 * WIDTH)
-        self.scaled = scaled
         self.down = nn.Linear(WIDTH, 4, bias=False)
         self.up = nn.Linear(4, 3 * WIDTH, bias=False)
-        nn.init.normal_(self.up.weight, std=up)
+        nn.init.normal_(self.up.weight, std=0.3)
 
     def forward(self, x: Tensor) -> Tensor:
         low = self.down(F.dropout(x, 0.5, self.training))
-        out = self.base(x) + self.up(low)
-        if not self.scaled:
-            return out
-        weight = self.base.weight
-        whole = weight + self.up.weight @ self.down.weight
-        return out * (weight.norm(dim=1) / whole.norm(dim=1).detach())
+        return self.base(x) + self.up(low)
 
 
 @case("dropout")
 class LoRA(Random):
+    """What the memory draws moves no number of the MLP's."""
+
     def __init__(self) -> None:
         super().__init__()
         self.qkv = LowRank()
 
-
-@case("dropout")
-class LoRAThatBegins(Random):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = LowRank(up=0.0)
-
-
-@case("dropout")
-class LoRAAndMlp(LoRA):
-    """What the memory draws moves no number of the MLP's."""
-
     def mlp(self, x: Tensor) -> Tensor:
         return self.drop(super().mlp(x))
-
-
-@case("dropout")
-class DoRA(Random):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = LowRank(scaled=True)
 
 
 @case("dropout")
@@ -732,17 +490,6 @@ class RerunMlpReentrant(RerunMlp):
     reentrant = True
 
 
-@case("dropout")
-class ByHand(Random):
-    """A layer of one's own, which draws for all that it gets."""
-
-    def mlp(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return super().mlp(x)
-        kept = (torch.rand(x.shape) > 0.3) / 0.7
-        return super().mlp(x) * kept
-
-
 @case("dropout", vtm=False)
 class RerunAttention(Block):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -755,12 +502,6 @@ class RerunAttention(Block):
 class Several(Block):
     def tokens(self, out: Any) -> Tensor:
         return out[0]
-
-
-@case("output")
-class WithNone(Several):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), None
 
 
 @case("output")
@@ -790,18 +531,6 @@ class InANamedTuple(Block):
 
 
 @case("output", htm=False, vtm=False)
-class ResidualBeside(Block):
-    """Mamba's order: what a block adds is added by the next one."""
-
-    def forward(self, x: Tensor) -> Any:
-        attended = x + self.attention(self.norm1(x))
-        return self.mlp(self.norm2(attended)), x
-
-    def tokens(self, out: Any) -> Tensor:
-        return out[0] + out[1]
-
-
-@case("output", htm=False, vtm=False)
 class FeaturesBeside(Several):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), self.up(x)
@@ -814,26 +543,6 @@ class InADictionary(Block):
 
     def tokens(self, out: Any) -> Tensor:
         return out["hidden"]
-
-
-@dataclass
-class Hidden:
-    hidden: Tensor
-
-
-@case("output", htm=False, vtm=False)
-class InADataclass(InANamedTuple):
-    def forward(self, x: Tensor) -> Any:
-        return Hidden(super().forward(x).hidden)
-
-
-@case("output", htm=False, vtm=False)
-class LossFirst(Block):
-    def forward(self, x: Tensor) -> Any:
-        return 0.5, super().forward(x)
-
-    def tokens(self, out: Any) -> Tensor:
-        return out[1]
 
 
 @case("output", htm=False, vtm=False)
@@ -856,58 +565,12 @@ class Trying(Block):
 
 
 @case("errors")
-class ExceptException(Trying):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        try:
-            return SDPA(q, k, v)
-        except Exception:
-            return self.wrong(q, k, v)
-
-
-@case("errors")
-class ExceptRuntimeError(Trying):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        try:
-            return SDPA(q, k, v)
-        except (RuntimeError, ValueError, TypeError):
-            return self.wrong(q, k, v)
-
-
-@case("errors")
-class Suppressed(Trying):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with contextlib.suppress(Exception):
-            return SDPA(q, k, v)
-        return self.wrong(q, k, v)
-
-
-@case("errors")
-class TriedAgain(Trying):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        for _ in range(3):
-            try:
-                return SDPA(q, k, v)
-            except Exception:
-                self.failed = True
-        return self.wrong(q, k, v)
-
-
-@case("errors")
-class RaisedAgain(Trying):
+class RaisedAgain(Block):
     def forward(self, x: Tensor) -> Any:
         try:
             return super().forward(x)
         except Exception as error:
             raise RuntimeError("in this block") from error
-
-
-@case("errors")
-class InTheEnd(Trying):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        try:
-            return SDPA(q, k, v)
-        finally:
-            self.done = True
 
 
 @case("errors")
@@ -932,27 +595,3 @@ class ExceptAllOutside(Trying):
 class ToASoftmax(ExceptAll):
     def wrong(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.scores(k, q).softmax(dim=-1) @ v
-
-
-class OwnFunction(torch.autograd.Function):
-    """A softmax and a product with a backward pass of their own."""
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, v: Tensor) -> Tensor:
-        attn = scores.softmax(dim=-1)
-        ctx.save_for_backward(attn, v)
-        return attn @ v
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,) = grads
-        attn, v = ctx.saved_tensors
-        of_attn = grad @ v.mT
-        mean = (of_attn * attn).sum(dim=-1, keepdim=True)
-        return attn * (of_attn - mean), attn.mT @ grad
-
-
-@case("errors", vtm=False)
-class OfOnesOwnFunction(Block):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return OwnFunction.apply(self.scores(q, k), v)

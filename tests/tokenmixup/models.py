@@ -137,7 +137,6 @@ class Kind(NamedTuple):
     layers: tuple[int, ...] = (0, 1, 2)
     stages: bool = False  # HTM alone
     vtm: bool = True  # of those without stages
-    unused: str = "-"  # a parameter without a gradient in the model's own training, too
     listed: str = "adapter"  # its name in docs/library.md
 
     @property
@@ -207,12 +206,7 @@ KINDS: dict[str, Kind] = {
     ),
     "hf vit": of_transformers("ViT", 1, True, blocks="vit.layers"),
     "hf deit": of_transformers("DeiT", 2, True, blocks="deit.layers"),
-    "hf dinov2": of_transformers(
-        "Dinov2",
-        prefix=1,
-        blocks="dinov2.encoder.layer",
-        unused="dinov2.embeddings.mask_token",
-    ),
+    "hf dinov2": of_transformers("Dinov2", prefix=1, blocks="dinov2.encoder.layer"),
     "encoder": Kind(lambda: (Encoded(), ENCODED), blocks="encoder.layers"),
     "by hand": Kind(
         lambda: (HandMade(), BY_HAND), 1, True, blocks="layers", vtm=False, listed="eager"

@@ -84,10 +84,6 @@ def one_batch() -> Batch:
     return Batch(tokens, torch.eye(5), saliency, torch.ones(5, dtype=torch.bool))
 
 
-def lost_batch() -> Batch:
-    return one_batch()._replace(saliency=torch.full((5, 8), NAN))
-
-
 def rules(**settings: Any) -> Rules:
     """The rules that a module with these settings of HTM mixes by."""
     return attach(small_cct(), CLASSES, htm={"layer": 0, **settings}).rules
@@ -132,9 +128,13 @@ def largest_gain(gain: np.ndarray) -> float:
 
 @on_any_batch
 def test_mix_horizontal_equals_the_algorithm_written_out(batch: Batch, rho: float):
-    """Lines 6 to 8, one sample after the other, with the donors that it chose."""
+    """Lines 6 to 8, one sample after the other, with the donors that it chose.
+
+    Labels have no gradient of saliency.
+    """
     tokens, targets, saliency, is_easy = batch
-    mixed = mix(batch, rho)
+    mixed = mix(batch._replace(saliency=saliency.clone().requires_grad_()), rho)
+    assert not mixed.targets.requires_grad
     expected = oracle.mix_all(tokens, targets, saliency, mixed.donor, rho, batch.prefix)
     assert not mixed.mask[~is_easy].any()
     assert torch.equal(mixed.mask, expected.mask)
@@ -154,32 +154,12 @@ def test_easy_samples_get_the_best_different_donors_and_hard_ones_themselves(bat
     assert float(total) == pytest.approx(largest_gain(gain.numpy()), abs=1e-5)
 
 
-@given(batches(), st.sampled_from([*RHOS, INF]))
-def test_without_easy_samples_or_below_rho_no_bit_changes(batch: Batch, rho: float):
-    nobody = batch._replace(is_easy=torch.zeros_like(batch.is_easy))
-    for mixed in (mix(batch, INF), mix(nobody, rho)):
-        assert torch.equal(mixed.tokens, batch.tokens)
-        assert not mixed.mask.any()
-        assert torch.equal(mixed.targets, batch.targets)
-
-
 @pytest.mark.parametrize(("tau", "easy"), [(2.0, [0, 1]), (INF, [0, 1, 2, 3]), (0.0, [])])
 def test_samples_easier_than_tau_are_mixed(tau: float, easy: list[int]):
     tokens, targets, saliency, _ = one_batch()
     hard = torch.tensor([0.1, 1.9, 2.0, 9.0])
     mixed = mix_horizontal(tokens[:4], targets[:4], saliency[:4], hard, tau, 0.0)
     assert mixed.is_easy.nonzero().flatten().tolist() == easy
-
-
-def test_gradients_go_to_the_donors_and_none_to_saliency():
-    tokens = torch.zeros(2, 2, 1, requires_grad=True)
-    saliency = torch.tensor([[0.9, 0.1], [0.1, 0.9]], requires_grad=True)
-    is_easy = torch.tensor([True, False])
-    mixed = mix(Batch(tokens, torch.eye(2), saliency, is_easy), 0.0)
-    mixed.tokens[0].sum().backward()
-    assert tokens.grad is not None
-    assert not mixed.targets.requires_grad
-    assert tokens.grad.squeeze(-1).tolist() == [[1.0, 0.0], [0.0, 1.0]]
 
 
 def test_saliency_of_zeros_changes_no_label():
@@ -191,17 +171,12 @@ def test_saliency_of_zeros_changes_no_label():
 
 @pytest.mark.parametrize(("is_easy", "rho"), [(False, 0.0), (True, INF)])
 def test_saliency_that_is_lost_does_not_matter_where_nothing_is_replaced(is_easy: bool, rho: float):
-    batch = lost_batch()._replace(is_easy=torch.full((5,), is_easy))
+    lost = torch.full((5, 8), NAN)
+    batch = one_batch()._replace(saliency=lost, is_easy=torch.full((5,), is_easy))
     mixed = mix(batch, rho)
     assert torch.equal(mixed.tokens, batch.tokens)
     assert mixed.gain.isnan().all()
     assert torch.equal(mixed.targets, batch.targets)
-
-
-@pytest.mark.parametrize("by", [Rules(), RANDOM_MATCHING], ids=["optimal", "random"])
-def test_saliency_that_is_lost_gives_no_donor(by: Rules):
-    with pytest.raises(FloatingPointError, match="not finite"):
-        mix(lost_batch(), 0.0, by)
 
 
 @pytest.mark.parametrize("by", [Rules(), RANDOM_MATCHING], ids=["optimal", "random"])
@@ -341,18 +316,6 @@ def test_labels_by_count_ignore_saliency(batch: Batch, rho: float):
     assert_close(mixed.targets, targets)
 
 
-@on_any_batch
-def test_published_mask_compares_with_the_first_easy_sample(batch: Batch, rho: float):
-    mixed = mix(batch, rho, PUBLISHED)
-    expected = mix(batch, rho)
-    assert torch.equal(mixed.donor, expected.donor)
-    assert not mixed.mask[~batch.is_easy].any()
-    if batch.is_easy.any():
-        first = batch.saliency[batch.is_easy][0]
-        gained = batch.saliency[mixed.donor] - first > rho
-        assert torch.equal(mixed.mask, batch.is_easy[:, None] & gained)
-
-
 @pytest.mark.parametrize("file", ["htm_seqpool", "htm_cls"])
 @pytest.mark.parametrize("case", range(4))
 def test_published_mask_and_order_reproduce_the_published_arrays(file: str, case: int):
@@ -407,15 +370,6 @@ def test_every_rule_changes_training_and_nothing_else(name: str):
     has_usual_logits = torch.allclose(found.logits, usual.logits)
     assert has_usual_labels == (name == "order=published")
     assert has_usual_logits == (name == "labels=count")
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_a_rule_without_easy_samples_is_the_plain_model(name: str):
-    images, targets = fixed_batch()
-    off = step_of({**USUAL, **RULES[name], "tau": 0.0})
-    assert torch.equal(off.logits, small_vit().train()(images))
-    assert torch.equal(off.targets, targets)
-    assert off.stats["mixed_tokens"] == 0
 
 
 # Saliency
@@ -553,25 +507,6 @@ def test_difficulty_is_the_cross_entropy_in_nats_and_includes_that_of_soft_targe
         assert difficulty(logits.bfloat16(), targets).dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("keep", "smoothing", "floor"),
-    [(1.0, 0.0, 0.0), (1.0, 0.1, 0.5003), (0.5, 0.0, math.log(2)), (0.5, 0.1, 1.0828)],
-)
-def test_excess_leaves_out_the_floor_of_the_difficulty(keep: float, smoothing: float, floor: float):
-    """The entropy of a label of 10 classes, smoothed and mixed with another class."""
-    targets = torch.full((1, 10), smoothing / 10)
-    targets[0, 0] += keep * (1 - smoothing)
-    targets[0, 1] += (1 - keep) * (1 - smoothing)
-    logits = torch.randn(1, 10)
-    best = (targets + 1e-12).log()
-    least = difficulty(best, targets)
-    assert float(least) == pytest.approx(floor, abs=1e-4)
-    excess = difficulty(best, targets, "excess")
-    assert 0 <= excess < 1e-6
-    gap = difficulty(logits, targets) - difficulty(logits, targets, "excess")
-    assert float(gap) == pytest.approx(floor, abs=1e-4)
-
-
 def test_excess_is_the_divergence_of_each_sample_from_its_label():
     """sum of t (log t - log p), written out; a class that a label leaves out adds nothing."""
     logits = torch.randn(3, 4)
@@ -603,11 +538,6 @@ def test_scorenet_pools_as_named(pooling: Any):
 def test_a_scorenet_that_reads_the_class_token_needs_one():
     with pytest.raises(ValueError, match="class token"):
         ScoreNet(8, 3, "class_token")(torch.randn(2, 5, 8))
-
-
-def test_scorenet_has_the_published_size():
-    sizes = [p.numel() for p in ScoreNet(256, 100).parameters()]
-    assert sum(sizes) == 25_957
 
 
 @pytest.mark.parametrize(

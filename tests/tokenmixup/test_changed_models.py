@@ -1,9 +1,8 @@
 """An attached model is the model, whatever is done to it before or after `attach`.
 
-Each row is a surgery. Off: with tau=0, logits and gradients are the plain model's. On: with HTM,
-VTM and manifold mixup at each layer in turn, all is as if it had been done before `attach`.
-A twin is a change of the attention beside the same model with the change merged into its weights:
-what HTM compares, masks, labels and logits are the same.
+Each row is a change. With HTM, VTM and manifold mixup, all is as if it had been made before
+`attach`. With tau=0, logits and gradients are the changed model's own. And where weights can say
+the same, what HTM compares, masks, labels and logits are those of a model with such weights.
 """
 
 import copy
@@ -41,9 +40,10 @@ Patch = pytest.MonkeyPatch
 
 
 class Row(NamedTuple):
-    """A surgery, which may return another model."""
+    """A change, which may return another model, and perhaps the same merged into the weights."""
 
-    change: Callable[[Any], Any]
+    change: Callable[[Any, Patch], Any]
+    merge: Callable[[Any], Any] | None = None
     build: Callable[[], Any] = vit
     adapter: Adapter | None = None
     settings: dict[str, Any] = BOTH
@@ -52,80 +52,57 @@ class Row(NamedTuple):
 ROWS: dict[str, Row] = {}
 
 
-def row(**more: Any) -> Any:
+def row(merge: Callable[[Any], Any] | None = None, **more: Any) -> Any:
     def enter(change: Any) -> Any:
-        ROWS[change.__name__] = Row(change, **more)
+        ROWS[change.__name__] = Row(change, merge, **more)
         return change
 
     return enter
 
 
-class Scaled(nn.Module):
-    """A layer with a factor on its output, as tuning of norms has it."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.base_layer = layer
-        self.factor = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) * self.factor
-
-
 @row()
-def nothing(model: Any) -> None:
-    pass
-
-
-@row()
-def norms_replaced(model: Any) -> None:
-    for block in model.blocks:
-        block.norm1 = Scaled(block.norm1)
-
-
-@row()
-def block_inserted(model: Any) -> None:
+def block_inserted(model: Any, patch: Patch) -> None:
     model.blocks.insert(0, randomized(copy.deepcopy(model.blocks[3])))
 
 
 @row()
-def blocks_removed_and_reordered(model: Any) -> None:
+def blocks_removed_and_reordered(model: Any, patch: Patch) -> None:
     model.blocks = nn.Sequential(*reversed(model.blocks[1:]))
 
 
 @row()
-def model_of_other_names(model: Any) -> Any:
+def model_of_other_names(model: Any, patch: Patch) -> Any:
     torch.manual_seed(0)
     sizes = (32, 8, 4, 3, 24, 48)
     return randomized(torchvision.models.VisionTransformer(*sizes, num_classes=CLASSES))
 
 
 @row()
-def attention_replaced(model: Any) -> None:
+def attention_replaced(model: Any, patch: Patch) -> None:
     model.blocks[2].attn = randomized(Attention(24, num_heads=3, qkv_bias=True))
     model.blocks[1].attn.qkv = randomized(nn.Linear(24, 72))
 
 
 @row()
-def composed_attention(model: Any) -> None:
+def composed_attention(model: Any, patch: Patch) -> None:
     for index in (0, 1):  # a source of VTM, and HTM's
         model.blocks[index].attn.fused_attn = False
 
 
 @row()
-def hook_on_a_block(model: Any) -> None:
+def hook_on_a_block(model: Any, patch: Patch) -> None:
     model.blocks[1].register_forward_pre_hook(lambda block, args: (args[0] * 1.5,))
     model.blocks[2].register_forward_hook(lambda block, args, out: out * 1.5)
 
 
 @row()
-def forward_of_a_block_wrapped(model: Any) -> None:
+def forward_of_a_block_wrapped(model: Any, patch: Patch) -> None:
     own = model.blocks[1].forward
     model.blocks[1].forward = functools.partial(lambda *args, **given: own(*args, **given) * 1.5)
 
 
 @row()
-def stem_replaced_and_head_reset(model: Any) -> None:
+def stem_replaced_and_head_reset(model: Any, patch: Patch) -> None:
     model.patch_embed = randomized(copy.deepcopy(model.patch_embed))
     model.norm_pre = randomized(nn.LayerNorm(24))
     model.reset_classifier(CLASSES)
@@ -133,103 +110,17 @@ def stem_replaced_and_head_reset(model: Any) -> None:
 
 
 @row(build=encoded, adapter=ENCODED)
-def layer_of_an_encoder_replaced(model: Any) -> None:
+def layer_of_an_encoder_replaced(model: Any, patch: Patch) -> None:
     layer = nn.TransformerEncoderLayer(32, 4, 64, norm_first=True, batch_first=True, dropout=0.0)
     model.encoder.layers[1] = randomized(layer)
 
 
 @row(build=hf_vit, settings=HTM_ALONE)
-def eager_attention(model: Any) -> None:
+def eager_attention(model: Any, patch: Patch) -> None:
     model.set_attn_implementation("eager")
 
 
-def module_of(of: Any, model: Any, **settings: Any) -> TokenMixup:
-    torch.manual_seed(0)
-    return attach(model, CLASSES, adapter=of.adapter, **settings).train()
-
-
-def changed(of: Row, model: Any) -> Any:
-    torch.manual_seed(2)
-    other = of.change(model)
-    if other is None:
-        return model
-    return other
-
-
-def operated(of: Row, module: TokenMixup) -> TokenMixup:
-    """Runs a pass, so that whatever is remembered is old, and changes the model."""
-    module(*batch())
-    module.model = changed(of, module.model)
-    return module.train()
-
-
-class Step(NamedTuple):
-    output: Any
-    gradients: dict[str, Tensor]  # of the model
-
-
-def step_of_module(module: TokenMixup) -> Step:
-    torch.manual_seed(5)
-    output = module(*batch())
-    training_loss(output).backward()
-    return Step(output, gradients_of(module.model))
-
-
-def assert_same(ours: Step, theirs: Step) -> None:
-    assert_close(ours.output[:2], theirs.output[:2], rtol=1e-5, atol=1e-5)
-    assert_close(ours.gradients, theirs.gradients, rtol=1e-5, atol=1e-5)
-    for one, other in zip(ours.output.layers, theirs.output.layers, strict=True):
-        assert torch.equal(one.mask, other.mask)
-        assert one.mask.any()
-        assert_close(one.saliency, other.saliency, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_a_model_that_has_been_changed_is_the_model(name: str):
-    of = ROWS[name]
-    for layer in range(3):
-        settings = {**of.settings, "manifold_mixup": {"layers": [layer]}}
-        late = operated(of, module_of(of, of.build(), **settings))
-        early = module_of(of, changed(of, of.build()), **settings)
-        assert_same(step_of_module(late), step_of_module(early))
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_a_model_that_has_been_changed_is_the_plain_one_where_nothing_mixes(name: str):
-    of = ROWS[name]
-    module = operated(of, module_of(of, of.build(), htm=PLAIN))
-    output, gradients = step_of_module(module)
-    plain = changed(of, of.build()).train()
-    images, targets = batch()
-    torch.manual_seed(5)
-    logits = logits_of(plain(images))
-    F.cross_entropy(logits, targets).backward()
-    assert_close(output.logits, logits, rtol=1e-5, atol=1e-5)
-    assert_close(gradients, gradients_of(plain), rtol=1e-5, atol=1e-5)
-
-
-# Twins
-
-
-class Twin(NamedTuple):
-    """A change, made also by a patch of a class, and the same merged into the weights."""
-
-    change: Callable[[Any, Patch], Any]
-    merge: Callable[[Any], Any]
-    build: Callable[[], Any] = vit
-    adapter: Adapter | None = None
-    settings: dict[str, Any] = BOTH
-
-
-TWINS: dict[str, Twin] = {}
-
-
-def twin(merge: Callable[[Any], Any], **more: Any) -> Any:
-    def enter(change: Any) -> Any:
-        TWINS[change.__name__] = Twin(change, merge, **more)
-        return change
-
-    return enter
+# Changes that weights can say as well
 
 
 class LowRank(nn.Module):
@@ -249,11 +140,6 @@ class LowRank(nn.Module):
 class Times(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return 1.5 * x
-
-
-class Louder(Attention):
-    def forward(self, x: Tensor, **given: Any) -> Tensor:
-        return 1.5 * super().forward(x, **given)
 
 
 def scaled(layer: nn.Linear, bias: float = 1.5) -> None:
@@ -290,53 +176,29 @@ def with_product(base: nn.Linear) -> None:
         base.weight.add_(low.up @ low.down)
 
 
-@twin(each_block(lambda block: with_product(block.attn.qkv)))
+@row(each_block(lambda block: with_product(block.attn.qkv)))
 def low_rank_adapters(model: Any, patch: Patch) -> None:
     for block in model.blocks:
         block.attn.qkv = LowRank(block.attn.qkv)
 
 
-def merged_low_rank(model: Any) -> None:
-    for layer in model.vit.layers:
-        with_product(layer.attention.q_proj)
-        with_product(layer.attention.v_proj)
-
-
-@twin(merged_low_rank, build=hf_vit)
-def low_rank_adapters_in_transformers(model: Any, patch: Patch) -> None:
-    for layer in model.vit.layers:
-        layer.attention.q_proj = LowRank(layer.attention.q_proj)
-        layer.attention.v_proj = LowRank(layer.attention.v_proj)
-
-
-@twin(lambda model: scaled(model.blocks[1].attn.qkv, bias=1))
+@row(lambda model: scaled(model.blocks[1].attn.qkv, bias=1))
 def weight_parametrized(model: Any, patch: Patch) -> None:
     parametrize.register_parametrization(model.blocks[1].attn.qkv, "weight", Times())
 
 
-@twin(lambda model: scaled(model.blocks[1].attn.qkv, bias=1))
-def hook_before_a_projection(model: Any, patch: Patch) -> None:
-    model.blocks[1].attn.qkv.register_forward_pre_hook(lambda _, args: (1.5 * args[0],))
-
-
-@twin(lambda model: None)
+@row(lambda model: None)
 def backward_hooks(model: Any, patch: Patch) -> None:
     for module in (model.blocks[1].attn, model.blocks[1].attn.qkv):
         module.register_full_backward_hook(lambda module, inner, outer: None)
 
 
-@twin(each_block(lambda block: scaled(block.attn.proj)))
-def attention_of_a_subclass(model: Any, patch: Patch) -> None:
-    for block in model.blocks:
-        block.attn.__class__ = Louder
-
-
-@twin(each_block(lambda block: scaled(block.attn.proj)))
+@row(each_block(lambda block: scaled(block.attn.proj)))
 def attention_patched_in_its_class(model: Any, patch: Patch) -> None:
     patch.setattr(Attention, "forward", louder(Attention.forward))
 
 
-@twin(each_block(lambda block: block.register_forward_hook(lambda _, args, out: 1.5 * out)))
+@row(each_block(lambda block: block.register_forward_hook(lambda _, args, out: 1.5 * out)))
 def block_patched_in_its_class(model: Any, patch: Patch) -> None:
     patch.setattr(Block, "forward", louder(Block.forward))
 
@@ -346,16 +208,10 @@ def merged_outputs(model: Any) -> None:
         scaled(layer.self_attn.out_proj)
 
 
-@twin(merged_outputs, build=encoded, adapter=ENCODED)
+@row(merged_outputs, build=encoded, adapter=ENCODED)
 def torchs_attention_patched(model: Any, patch: Patch) -> None:
     kind = nn.MultiheadAttention
     patch.setattr(kind, "forward", louder(kind.forward))
-
-
-@twin(lambda model: scaled(model.blocks[1].attn.proj, bias=1))
-def dropout_of_another_class(model: Any, patch: Patch) -> None:
-    model.blocks[1].attn.fused_attn = False
-    model.blocks[1].attn.attn_drop = Times()
 
 
 def merged_queries(model: Any) -> None:
@@ -368,7 +224,7 @@ def sharper(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **given: A
     return out.transpose(1, 2), None
 
 
-@twin(merged_queries, build=hf_vit)
+@row(merged_queries, build=hf_vit)
 def attention_function_registered(model: Any, patch: Patch) -> None:
     transformers.AttentionInterface.register("sharper", sharper)
     model.config._attn_implementation = "sharper"
@@ -388,54 +244,85 @@ def sharing(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **given: A
     return out.transpose(1, 2), None
 
 
-@twin(merged_keys, build=hf_vit)
+@row(merged_keys, build=hf_vit)
 def heads_that_share_their_keys(model: Any, patch: Patch) -> None:
     transformers.AttentionInterface.register("sharing", sharing)
     model.config._attn_implementation = "sharing"
 
 
-@twin(lambda model: model.set_attn_implementation("eager"), build=hf_vit, settings=HTM_ALONE)
+@row(lambda model: model.set_attn_implementation("eager"), build=hf_vit, settings=HTM_ALONE)
 def maps_asked_for(model: Any, patch: Patch) -> None:
     model.set_attn_implementation("eager")
     model.config.output_attentions = True
 
 
-@twin(lambda model: None, build=hf_vit)
-def layers_compiled_one_by_one(model: Any, patch: Patch) -> None:
-    for index, layer in enumerate(model.vit.layers):
-        model.vit.layers[index] = torch.compile(layer, backend="eager")
+def attached(of: Row, model: Any, **settings: Any) -> TokenMixup:
+    torch.manual_seed(0)
+    return attach(model, CLASSES, adapter=of.adapter, **settings).train()
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("name", TWINS)
-def test_a_changed_attention_mixes_as_the_same_merged_into_its_weights(name: str, late: bool):
-    of = TWINS[name]
-    settings = {**of.settings, "manifold_mixup": {"layers": [0]}}
-    images, targets = batch()
-    merged = of.build()
-    of.merge(merged)
-    expected = module_of(of, merged, **settings)
+def changed(of: Row, model: Any, patch: Patch) -> Any:
+    torch.manual_seed(2)
+    other = of.change(model, patch)
+    if other is None:
+        return model
+    return other
+
+
+class Step(NamedTuple):
+    output: Any
+    gradients: dict[str, Tensor]  # of the model
+
+
+def step_of(module: TokenMixup) -> Step:
     torch.manual_seed(5)
-    theirs = expected(images, targets)
-    model = of.build()
-    with pytest.MonkeyPatch.context() as patch:
-        if not late:
-            of.change(model, patch)
-        module = module_of(of, model, **settings)
-        if late:
-            module(images, targets)
-            of.change(model, patch)
-        torch.manual_seed(5)
-        ours = module(images, targets)
-        training_loss(ours).backward()
-        with torch.no_grad():
-            plain = logits_of(model.eval()(images))
-            assert torch.equal(module.eval()(images), plain)
+    output = module.train()(*batch())
+    training_loss(output).backward()
+    return Step(output, gradients_of(module.model))
+
+
+def changed_step(of: Row, is_late: bool, **settings: Any) -> Step:
+    """A step of a model that is changed before `attach`, or after a pass that has remembered it."""
+    with Patch.context() as patch:
+        if not is_late:
+            return step_of(attached(of, changed(of, of.build(), patch), **settings))
+        module = attached(of, of.build(), **settings)
+        module(*batch())
+        module.model = changed(of, module.model, patch)
+        return step_of(module)
+
+
+def assert_same_outputs(ours: Any, theirs: Any) -> None:
     assert_close(ours[:2], theirs[:2], rtol=1e-5, atol=1e-5)
-    (one,) = ours.layers
-    (other,) = theirs.layers
-    assert torch.equal(one.mask, other.mask)
-    assert one.mask.any()
-    assert_close(one.saliency, other.saliency, rtol=1e-4, atol=1e-6)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert all(p.grad is not None for p in trained)
+    for one, other in zip(ours.layers, theirs.layers, strict=True):
+        assert torch.equal(one.mask, other.mask)
+        assert one.mask.any()
+        assert_close(one.saliency, other.saliency, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_change_is_as_one_before_attach_and_as_its_like_in_the_weights(name: str):
+    of = ROWS[name]
+    settings = {**of.settings, "manifold_mixup": {"layers": [0, 1, 2]}}
+    late = changed_step(of, True, **settings)
+    early = changed_step(of, False, **settings)
+    assert_same_outputs(late.output, early.output)
+    assert_close(late.gradients, early.gradients, rtol=1e-5, atol=1e-5)
+    if of.merge is not None:
+        merged = of.build()
+        of.merge(merged)
+        assert_same_outputs(late.output, step_of(attached(of, merged, **settings)).output)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_changed_model_is_the_plain_one_where_nothing_mixes(name: str):
+    of = ROWS[name]
+    output, gradients = changed_step(of, True, htm=PLAIN)
+    images, targets = batch()
+    with Patch.context() as patch:
+        plain = changed(of, of.build(), patch).train()
+        torch.manual_seed(5)
+        logits = logits_of(plain(images))
+        F.cross_entropy(logits, targets).backward()
+    assert_close(output.logits, logits, rtol=1e-5, atol=1e-5)
+    assert_close(gradients, gradients_of(plain), rtol=1e-5, atol=1e-5)

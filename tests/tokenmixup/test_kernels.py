@@ -37,7 +37,7 @@ def loss(matrix: Matrix) -> float:
 LARGER = [(16, 0.9), (33, 0.5), (64, 0.05), (64, 1.0)]
 if DEVICE == "cuda":  # the interpreter would take minutes for each
     LARGER += [(128, 1.0), (504, 0.6), (504, 1.0)]
-SIZES = [(1, 1.0), (2, 0.5), (7, 0.1), (7, 1.0), (9, 0.6)]  # samples, share of easy ones
+SIZES = [(1, 1.0), (7, 1.0), (9, 0.6)]  # samples, share of easy ones
 SIZES += [pytest.param(*size, marks=pytest.mark.slow) for size in LARGER]
 
 
@@ -68,48 +68,6 @@ def test_a_gain_that_is_not_finite_gives_easy_samples_no_donor(bad: float):
     is_easy[2] = False  # the gains of a hard sample do not matter
     donor = assignment_kernel.device_donors(gain.to(DEVICE), is_easy.to(DEVICE))
     assert (donor >= 0).all()
-
-
-MISTAKES = {
-    "a price is forgotten": (
-        "tl.where(is_open, label + price, FAR)",
-        "tl.where(is_open, label, FAR)",
-    ),
-    "bids have an epsilon": (
-        "tl.minimum(lead, ONE)[:, None]",
-        "tl.minimum(lead + ONE // 8, ONE)[:, None]",
-    ),
-    "searches stop early": ("while row >= 0:", "while (row >= 0) & (reached <= 0):"),
-    "cheap donors stay free": ("if easy_rows < b:", "if easy_rows < 0:"),
-    "prices are forgotten between the kernels": (
-        "price, owner = tl.load(price_ptr",
-        "price, owner = 0 * tl.load(price_ptr",
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(DEVICE != "cpu", reason="a mistake may never end on a GPU")
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_in_the_assignment_are_noticed(mistake: str, tmp_path: Path):
-    """A search that never ends is noticed, too."""
-    right, wrong = MISTAKES[mistake]
-    text = Path(str(assignment_kernel.__file__)).read_text()
-    assert text.count(right) == 1
-    (tmp_path / "mistaken.py").write_text(text.replace(right, wrong))
-    script = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import mistaken\n"
-        "from tests.tokenmixup.matrices import loss_of, matrices\n"
-        "for b, share in ((9, 1.0), (9, 0.5), (24, 1.0)):\n"
-        "    for matrix in matrices(b, share):\n"
-        "        if loss_of(matrix, mistaken, 'cpu') > b * 2**-28: sys.exit(3)\n"
-    )
-    command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)]
-    try:
-        end = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    except subprocess.TimeoutExpired:
-        return
-    assert end.returncode == 3 or "share a donor, or have none" in end.stderr, end.stderr
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.conftest import CLASSES, refused, small_cct
-from tests.tokenmixup.models import BOTH, ENCODED, batch, encoded, hf_vit, vit
+from tests.tokenmixup.models import BOTH, ENCODED, batch, encoded, vit
 from tests.tokenmixup.models import build as build_kind
 from tokenmixup import HTM, VTM, Adapter, ManifoldMixup, attach
 
@@ -182,19 +182,9 @@ def softmax_of_its_own_with_vtm(model: Any) -> None:
     model.blocks[2].attn.fused_attn = False
 
 
-@row("block 2 .*attn_implementation=sdpa", build=hf_vit)
-def eager_attention_with_vtm(model: Any) -> None:
-    model.set_attn_implementation("eager")
-
-
 @row("block 1 .*lazy layer")
 def layer_that_is_not_made_yet(model: Any) -> None:
     model.blocks[1].mlp.fc1 = nn.LazyLinear(model.blocks[1].mlp.fc2.in_features)
-
-
-@row("block 1")
-def attention_without_a_softmax(model: Any) -> None:
-    model.blocks[1].attn.forward = lambda x, **given: x
 
 
 @row("BatchNorm1d")
@@ -204,11 +194,6 @@ def batch_norm(model: Any) -> None:
 
 @row("block 1")
 def block_skipped(model: Any) -> None:
-    model.blocks = Skipping(*model.blocks)
-
-
-@row("block 1", settings={"manifold_mixup": {"layers": [1]}})
-def block_of_manifold_mixup_skipped(model: Any) -> None:
     model.blocks = Skipping(*model.blocks)
 
 
@@ -245,11 +230,6 @@ def reentrant_checkpoint(model: Any) -> None:
 @row("checkpoint_blocks=True")
 def checkpoint_that_is_not_reentrant(model: Any) -> None:
     model.blocks = AtOnce(*model.blocks)
-
-
-@row("checkpoint_blocks=True", build=hf_vit)
-def transformers_checkpointing(model: Any) -> None:
-    model.gradient_checkpointing_enable()
 
 
 STAGES: dict[str, Any] = {"settings": {"htm": {"layer": 1}}, "pixels": 64}
@@ -324,21 +304,6 @@ def tokens_in_a_pair(model: Any) -> None:
     model.blocks.forward = lambda x: model.blocks[0]((x, x))
 
 
-@row("block [01]", build=lambda: timm.create_model("xcit_nano_12_p8_224", num_classes=CLASSES))
-def attention_over_channels(model: Any) -> None:
-    pass
-
-
-def two_maps() -> Any:
-    sizes = {"img_size": 32, "patch_size": 8, "depth": 3, "embed_dim": 24, "num_heads": 3}
-    return timm.create_model("vit_dwee_patch16_reg1_gap_256", num_classes=CLASSES, **sizes)
-
-
-@row("block 0", build=two_maps)
-def difference_of_two_maps(model: Any) -> None:
-    pass
-
-
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("name", ROWS)
 def test_a_model_that_cannot_be_served_is_refused_in_one_line(name: str, late: bool):
@@ -369,6 +334,12 @@ def with_first_token() -> Any:
     model = with_class_token()
     model.first_token = model.cls_token
     del model.cls_token
+    return model
+
+
+def with_a_traced_block() -> Any:
+    model = vit()
+    model.blocks[1] = torch.jit.trace(model.blocks[1], torch.randn(2, 17, 24))
     return model
 
 
@@ -405,6 +376,7 @@ def with_first_token() -> Any:
         ("needs an Adapter", encoded, BOTH),
         ("class token", with_class_token, BOTH),
         ("no patch_embed", with_first_token, BOTH),
+        ("block 1 .*TorchScript", with_a_traced_block, BOTH),
     ],
 )
 def test_attach_refuses_what_it_can_see_at_once(told: str, build: Any, settings: Any):

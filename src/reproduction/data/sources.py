@@ -22,6 +22,7 @@ import numpy as np
 import pandas as pd
 from filelock import FileLock
 from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
+from torchvision.datasets.utils import check_integrity
 
 from reproduction.config import DATA, Dataset
 from reproduction.data.halves import Data, Half, Items, read_all
@@ -71,9 +72,16 @@ def _call_source(source: str, root: str | None, options: str) -> Data:
 
 def _prepared(source: str, root: str | None, options: dict[str, Any]) -> Callable[[], Any]:
     """Returns the function of a data set with its arguments."""
-    place = {} if root is None else {"root": root}
     with DATA.refusing(source, _word(source, root, options)):
-        return DATA.prepared(source, {**options, **place})
+        if root is None:
+            return DATA.prepared(source, options)
+        try:
+            return DATA.prepared(source, {**options, "root": root})
+        except Refused as error:
+            DATA.prepared(source, options)  # which names what else is wrong
+            name = getattr(DATA.factory(source), "__name__", source)
+            must = "dataset=image_folder reads images of one"
+            raise Refused(f"{name} reads no folder; {must}") from error
 
 
 def _word(source: str, root: str | None, options: dict[str, Any]) -> str:
@@ -331,7 +339,19 @@ def _cifar(kind: type[CIFAR10], root: str) -> list[CIFAR10]:
             if lack is not None:
                 raise lack from error
             put = f"put {kind.url} (MD5 {kind.tgz_md5}, not unpacked) into {os.path.abspath(root)}"
-            raise Refused(f"no download ({first_line(error)}); {put}") from error
+            here = _what_is_here(kind, Path(root))
+            raise Refused(f"{here} no download ({first_line(error)}); {put}".lstrip()) from error
+
+
+def _what_is_here(kind: type[CIFAR10], root: Path) -> str:
+    """Says what is wrong with the files of CIFAR that are here, if any are."""
+    folder = root / kind.base_folder
+    if not folder.is_dir():
+        deeper = [path for path in root.glob(f"*/{kind.base_folder}") if path.is_dir()]
+        return f"the files are in {deeper[0].parent}, which may be the root;" if deeper else ""
+    sums = [*kind.train_list, *kind.test_list]
+    bad = [name for name, md5 in sums if not check_integrity(folder / name, md5)]
+    return f"{folder}: damaged or missing: {', '.join(bad)};" if bad else ""
 
 
 cifar10 = partial(_cifar, CIFAR10)
