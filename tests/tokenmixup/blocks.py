@@ -127,6 +127,16 @@ class Fused(Block):
     pass
 
 
+@case("map")
+class CausalBeside(Block):
+    """Attends causally to a few tokens beside its attention to all."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        few = [x[:, :, :3] for x in (q, k, v)]
+        first = F.scaled_dot_product_attention(*few, is_causal=True)[:, :, :1]
+        return SDPA(q, k, v) + 0 * first
+
+
 @case("map", vtm=False)
 class Softmax(Block):
     softmax: Any = staticmethod(torch.softmax)
@@ -502,6 +512,13 @@ class RerunAttention(Block):
 class Several(Block):
     def tokens(self, out: Any) -> Tensor:
         return out[0]
+
+
+@case("output")
+class WithAnUnsetBuffer(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("unset", torch.full((2,), torch.nan))
 
 
 @case("output")

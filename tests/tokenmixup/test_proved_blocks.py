@@ -393,6 +393,38 @@ def test_what_a_block_changes_in_front_of_its_attention_changes_once(
         assert training_loss(module(*BATCH)).isfinite()
 
 
+class Renamed(StateInFront):
+    """Has the name of the class that it comes from, and an attribute of its own."""
+
+    count = 0
+
+
+Renamed.__name__ = StateInFront.__name__
+
+
+def count_of_class(block: Any, x: Tensor, given: Any) -> None:
+    type(block).count += 1
+
+
+def delete_of_class(block: Any, x: Tensor, given: Any) -> None:
+    if "count" in vars(type(block)):
+        del type(block).count
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("told", "change"), [(f"block 2 .*count in {TWICE}", count_of_class), ("", delete_of_class)]
+)
+def test_what_a_block_changes_of_its_class_changes_once(
+    told: str, change: Any, settings: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(StateInFront, "change", change)
+    monkeypatch.setattr(Renamed, "count", 0)
+    module = attached(Renamed, Given, **settings)
+    with refused(told) if told else nullcontext():
+        assert training_loss(module(*BATCH)).isfinite()
+
+
 class Outside:
     """No module: what it holds is not the block's."""
 
