@@ -34,7 +34,7 @@ from reproduction.help import hydra_errors, key_of
 from reproduction.identity import digest, settings_of_evaluation
 from reproduction.machine import is_first_rank
 
-OWN = ("run", "weights", "checkpoint", "predictions", "images", "export")
+OPTIONS = ("run", "weights", "checkpoint", "predictions", "images", "export")
 OF_A_RUN = ("device", "devices", "dataset", "recipe.precision", "model.source")
 FOR_TRAINING = ("dataset.limit", "dataset.validation", "dataset.validation_seed")
 
@@ -43,78 +43,81 @@ def main(words: list[str]) -> None:
     if {"-h", "--help"} & {*words}:
         say((__doc__ or "").strip())
         return
-    own, words = taken(words)
-    if "run" in own:
-        evaluate_run(own, words)
+    options, words = taken(words)
+    if "run" in options:
+        evaluate_run(options, words)
     else:
-        evaluate_file(own, words)
+        evaluate_file(options, words)
 
 
 def taken(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns the words of OWN by their keys, and the others; UserError if they do not fit."""
+    """Returns the words of OPTIONS by their keys, and the others; UserError if they do not fit."""
     for word in words:
         if "=" not in word and Path(word).exists():
             key = "run" if Path(word).is_dir() else "checkpoint"
             raise UserError(f"{word}: must be {key}={word}")
-    own = {}
+    options = {}
     others = []
     for word in map(readable, words):
         key = word.partition("=")[0]
-        if key in OWN:
-            own[key] = os.path.expanduser(text_of(word))
+        if key in OPTIONS:
+            options[key] = os.path.expanduser(text_of(word))
         else:
             others.append(word)
     for word in others:
         if key_of(word) in FOR_TRAINING:
             raise UserError(f"{word}: not allowed here, it chooses the training images")
-    empty = [key for key, value in own.items() if not value]
+    empty = [key for key, value in options.items() if not value]
     if empty:
         raise UserError(f"{empty[0]}=: no value is set")
-    if ("run" in own) == ("checkpoint" in own) or ("checkpoint" in own and "weights" in own):
+    is_run = "run" in options
+    if is_run == ("checkpoint" in options) or ("weights" in options and not is_run):
         raise UserError("run=FOLDER [weights=...] or checkpoint=FILE: one of them must be given")
     for key in ("predictions", "images"):
-        if "export" in own and key in own:
-            raise UserError(f"{key}={own[key]}: nothing is predicted beside export=FILE")
-    if "images" in own and "predictions" not in own:
-        raise UserError(f"images={own['images']}: needs predictions=FILE.csv")
-    return own, others
+        if "export" in options and key in options:
+            raise UserError(f"{key}={options[key]}: nothing is predicted beside export=FILE")
+    if "images" in options and "predictions" not in options:
+        raise UserError(f"images={options['images']}: needs predictions=FILE.csv")
+    return options, others
 
 
-def evaluate_run(own: dict[str, str], words: Sequence[str]) -> None:
+def evaluate_run(options: dict[str, str], words: Sequence[str]) -> None:
     """Evaluates or exports weights of a run."""
-    folder = run_folder(own["run"])
-    which = own.get("weights", "last")
+    folder = run_folder(options["run"])
+    which = options.get("weights", "last")
     saved = folder.read_config()
     files = folder.weights(which)
     config = of_run(saved, words)
     code = ["model.source"]
-    if own.keys().isdisjoint(("images", "export")):
+    if options.keys().isdisjoint(("images", "export")):
         code.append("dataset.source")
     check_asked(config, words, *code)
-    if "export" in own:
-        export(config, files, own, is_run=True)
+    if "export" in options:
+        export(config, files, options, is_run=True)
         return
-    if "images" in own:
-        predict(config, files, own)
+    if "images" in options:
+        predict(config, files, options)
         return
     settings = settings_of_evaluation(config)
     of_others = [] if settings == settings_of_evaluation(saved) else [settings]
-    evaluate(config, files, own, result_of(folder.path / f"evaluation-{which}", config, of_others))
+    evaluate(
+        config, files, options, result_of(folder.path / f"evaluation-{which}", config, of_others)
+    )
 
 
-def evaluate_file(own: dict[str, str], words: Sequence[str]) -> None:
+def evaluate_file(options: dict[str, str], words: Sequence[str]) -> None:
     """Evaluates or exports a file of weights."""
-    file = Path(own["checkpoint"])
+    file = Path(options["checkpoint"])
     config = of_file(words)
-    if "export" in own:
-        export(config, [file], own, is_run=False)
+    if "export" in options:
+        export(config, [file], options, is_run=False)
         return
-    if "images" in own:
-        predict(config, [file], own)
+    if "images" in options:
+        predict(config, [file], options)
         return
     place = Path(config.output_root, "evaluations", file.stem)
     hashed = [str(file.resolve()), settings_of_evaluation(config)]
-    evaluate(config, [file], own, result_of(place, config, hashed))
+    evaluate(config, [file], options, result_of(place, config, hashed))
 
 
 def result_of(place: Path, config: Config, hashed: list[Any]) -> Path:
@@ -144,7 +147,9 @@ def of_run(saved: Config, words: Sequence[str]) -> Config:
         is_metric = key.startswith(("recipe.metrics.", "recipe.metrics_options."))
         is_changeable = is_metric or key in OF_A_RUN or key.partition(".")[0] in OF_A_RUN
         if not is_changeable:
-            raise UserError(f"{word}: not allowed here, allowed are {', '.join((*OWN, *OF_A_RUN))}")
+            raise UserError(
+                f"{word}: not allowed here, allowed are {', '.join((*OPTIONS, *OF_A_RUN))}"
+            )
     raw = {**asdict(saved), "devices": 1, "compile": False}
     raw["recipe"]["metrics"] = {}  # only those that the words name run
     changes = [word for word in words if not word.startswith("dataset=")]
@@ -161,28 +166,28 @@ def of_file(words: Sequence[str]) -> Config:
     return compose((*words, "augmentation=[]"))  # refuses a list of values
 
 
-def new_file(own: dict[str, str], key: str, ending: str) -> Path:
+def new_file(options: dict[str, str], key: str, ending: str) -> Path:
     """Returns the path that the key names. UserError if no such file can be created there."""
-    path = Path(own[key])
+    path = Path(options[key])
     if path.suffix != ending or path.exists() or not path.parent.is_dir():
         raise UserError(f"{key}={path}: must be a new {ending} file in a folder that exists")
     return path
 
 
-def export(config: Config, files: list[Path], own: dict[str, str], is_run: bool) -> None:
+def export(config: Config, files: list[Path], options: dict[str, str], is_run: bool) -> None:
     from reproduction.data.loaders import preprocessing
     from reproduction.training.checkpoint import export as write
 
-    path = new_file(own, "export", ".safetensors")
+    path = new_file(options, "export", ".safetensors")
     if is_first_rank():
         write(config.model, files, path, preprocessing(config) if is_run else None)
         say(f"written to {path}")
 
 
-def predict(config: Config, files: list[Path], own: dict[str, str]) -> None:
+def predict(config: Config, files: list[Path], options: dict[str, str]) -> None:
     """Predicts images without classes, and says what is written."""
-    predictions = new_file(own, "predictions", ".csv")
-    images = Path(own["images"])
+    predictions = new_file(options, "predictions", ".csv")
+    images = Path(options["images"])
     if not images.is_dir():
         raise UserError(f"images={images}: must be a folder of images")
     from reproduction.training.predictions import evaluate_checkpoint, write_predictions
@@ -194,9 +199,9 @@ def predict(config: Config, files: list[Path], own: dict[str, str]) -> None:
         say(f"written to {predictions}")
 
 
-def evaluate(config: Config, files: list[Path], own: dict[str, str], result: Path) -> None:
+def evaluate(config: Config, files: list[Path], options: dict[str, str], result: Path) -> None:
     """Evaluates on the held-out images, and says what is written."""
-    predictions = new_file(own, "predictions", ".csv") if "predictions" in own else None
+    predictions = new_file(options, "predictions", ".csv") if "predictions" in options else None
     from reproduction.training.evaluate import TOP
     from reproduction.training.predictions import (
         evaluate_checkpoint,

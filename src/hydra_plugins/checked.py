@@ -45,14 +45,14 @@ class CheckedLauncher(Launcher):
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> list[JobReturn]:
         """Trains the points that a sweeper chooses which is not ours; they are noted."""
-        own = self.config.hydra
+        node = self.config.hydra
         command = command_of(self.config)
         command.refuse(
-            "dry_run", "task", reason=f"{own.sweeper._target_} lists no points beforehand"
+            "dry_run", "task", reason=f"{node.sweeper._target_} lists no points beforehand"
         )
         sweep = Sweep([planned_point(words) for words in job_overrides])
-        check_choice(sweep.points, own.sweeper._target_)
-        sweep.check(own.launcher._target_)
+        check_choice(sweep.points, node.sweeper._target_)
+        sweep.check(node.launcher._target_)
         notes = Notes(self.folder)
         numbers = range(initial_job_idx, initial_job_idx + len(sweep.points))
         for number, point in zip(numbers, sweep.points, strict=True):
@@ -82,8 +82,8 @@ class CheckedLauncher(Launcher):
 
     def job(self, number: int, point: Point) -> OneLineError | None:
         """Trains a point in this process, as Hydra's own launcher runs a job."""
-        own = self.config.hydra
-        configure_log(own.hydra_logging, own.verbose)
+        node = self.config.hydra
+        configure_log(node.hydra_logging, node.verbose)
         end = run_job(
             hydra_context=self.hydra_context,
             # the point has been checked; its tree is for HydraConfig and for callbacks
@@ -105,10 +105,10 @@ class LocalLauncher(CheckedLauncher):
 
     def setup(self, **given: Any) -> None:
         super().setup(**given)
-        own: Any = OmegaConf.to_container(self.config.hydra.launcher, resolve=True)
-        reason = f"is for hydra/launcher=checked, not {own['_target_']}"
+        settings: Any = OmegaConf.to_container(self.config.hydra.launcher, resolve=True)
+        reason = f"is for hydra/launcher=checked, not {settings['_target_']}"
         command_of(self.config).refuse("jobs", "task", reason=reason)
-        self.jobs = self.kind(own)
+        self.jobs = self.kind(settings)
 
     def train(self, points: Sequence[Point], first: int) -> Iterator[OneLineError | None]:
         return self.jobs.train(points, first, self)
@@ -117,7 +117,7 @@ class LocalLauncher(CheckedLauncher):
         """Trains a point in its job, to which submitit sends a copy of this launcher."""
         Singleton.set_state(state)
         setup_globals()
-        in_job(point, self.jobs.own["cpus_per_task"], partial(self.job, number, point))
+        in_job(point, self.jobs.settings["cpus_per_task"], partial(self.job, number, point))
 
     def checkpoint(self, *arguments: Any) -> Any:
         """Returns what submitit submits when it queues a job again: the same."""

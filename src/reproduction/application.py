@@ -87,12 +87,12 @@ def train(tree: DictConfig) -> float | None:
 
     In a sweep only launchers like joblib call this: CheckedLauncher trains its points without it.
     """
-    own: Any = HydraConfig.get()
-    if own.mode == RunMode.MULTIRUN:
-        return train_job(tree, own)
+    node: Any = HydraConfig.get()
+    if node.mode == RunMode.MULTIRUN:
+        return train_job(tree, node)
     with one_line_errors():  # Hydra would print "Error executing job with overrides" first
         command = command_of(tree)
-        point = point_of(tree, typed_words(own))
+        point = point_of(tree, typed_words(node))
         command.refuse("jobs", "task", reason="needs -m")
         sweep = Sweep([point])
         if command.dry_run:
@@ -112,28 +112,28 @@ def check_planned(point: Point, planned: str | None) -> None:
         raise UserError(f"planned={planned}: {reason}: {' '.join(point.words)}")
 
 
-def train_job(tree: DictConfig, own: Any) -> float | None:
+def train_job(tree: DictConfig, node: Any) -> float | None:
     """Trains a point for any launcher but ours; what no sweeper of ours planned is noted."""
     command = command_of(tree)
-    reason = f"is for hydra/launcher=checked, not {own.launcher._target_}"
+    reason = f"is for hydra/launcher=checked, not {node.launcher._target_}"
     command.refuse("jobs", "task", "dry_run", reason=reason)
-    point = point_of(tree, typed_words(own))
-    notes = Notes(Path(own.sweep.dir))
+    point = point_of(tree, typed_words(node))
+    notes = Notes(Path(node.sweep.dir))
     if command.planned is None:
-        notes.add(own.job.num, point)
+        notes.add(node.job.num, point)
     try:
         check_planned(point, command.planned)
-        check_choice([point], own.sweeper._target_)
+        check_choice([point], node.sweeper._target_)
         Sweep([point]).check()
         train_here(point)
     except KeyboardInterrupt as interrupt:
         if isinstance(interrupt.__cause__, Stopped):  # the launcher's handler may end all
             signal.raise_signal(interrupt.__cause__.signum)
         ended = PlainError(interrupt)
-        notes.add_error(own.job.num, ended)
+        notes.add_error(node.job.num, ended)
         raise ended from interrupt
     except OneLineError as error:
-        notes.add_error(own.job.num, error)
+        notes.add_error(node.job.num, error)
         raise
     return objective(point, command.objective)
 

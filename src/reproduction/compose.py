@@ -179,9 +179,9 @@ def config_loader() -> Iterator[ConfigLoader]:
         yield GlobalHydra.instance().config_loader()
 
 
-def typed_words(own: Any, part: str = "task") -> list[str]:
+def typed_words(node: Any, part: str = "task") -> list[str]:
     """Returns the words of a command for the `task` or for `hydra`, as Hydra holds them."""
-    words: Any = OmegaConf.to_container(own.overrides[part], resolve=False)  # keeps ${...}
+    words: Any = OmegaConf.to_container(node.overrides[part], resolve=False)  # keeps ${...}
     return [*words]
 
 
@@ -190,10 +190,10 @@ def _composed(primary: str, words: tuple[str, ...]) -> tuple[DictConfig, DictCon
     """Returns what Hydra makes of these words, and its own node apart. Neither is to be changed."""
     with config_loader() as loader:
         tree = loader.load_configuration(primary, [*words], RunMode.RUN, from_shell=False)
-    own = tree.hydra
+    node = tree.hydra
     with open_dict(tree):
         del tree["hydra"]
-    return tree, own
+    return tree, node
 
 
 def composed(words: Sequence[str]) -> tuple[DictConfig, DictConfig]:
@@ -205,21 +205,22 @@ def composed(words: Sequence[str]) -> tuple[DictConfig, DictConfig]:
     with hydra_errors(*words):
         if not GlobalHydra.instance().is_initialized():
             return _composed(PRIMARY, tuple(others))
-        own: Any = HydraConfig.get()  # of train.py
-        tree, node = _composed(own.job.config_name, (*typed_words(own, "hydra"), *others))
+        running: Any = HydraConfig.get()  # of train.py
+        words_of_hydra = typed_words(running, "hydra")
+        tree, node = _composed(running.job.config_name, (*words_of_hydra, *others))
     for name in ("launcher", "sweeper"):
         chosen = OmegaConf.to_container(node[name])
-        if chosen != OmegaConf.to_container(own[name]):
+        if chosen != OmegaConf.to_container(running[name]):
             reason = f"a point of the sweep chooses {chosen}, which the command must"
-            raise UserError(f"hydra/{name}={own[name]._target_}: {reason}")
+            raise UserError(f"hydra/{name}={running[name]._target_}: {reason}")
     return tree, node
 
 
 def tree_of(words: Sequence[str]) -> DictConfig:
     """Returns the tree of these words, a copy."""
     tree, _ = composed(words)
-    own = [word for word in words if OF_A_POINT.fullmatch(word)]
-    merged: Any = OmegaConf.merge(tree, with_words({}, own))
+    of_point = [word for word in words if OF_A_POINT.fullmatch(word)]
+    merged: Any = OmegaConf.merge(tree, with_words({}, of_point))
     return merged
 
 
@@ -271,9 +272,9 @@ class Point:
     def job(self, master: DictConfig, number: int) -> DictConfig:
         """Returns its tree as a job of a sweep, whose tree is `master`, for Hydra's `run_job`."""
         tree = tree_of(self.words)
-        _, own = composed(self.words)
+        _, node = composed(self.words)
         with open_dict(tree):
-            tree.hydra = own
+            tree.hydra = node
         OmegaConf.copy_cache(from_config=master, to_config=tree)
         with open_dict(tree):
             tree.hydra.mode = RunMode.MULTIRUN
@@ -288,9 +289,9 @@ def planned_point(words: Sequence[str], label: str = "") -> Point:
     words = [*words]
     if label:
         words.append(f"row={in_quotes(label)}")  # point_of reads it
-    _, own = composed(words)
+    _, node = composed(words)
     with hydra_errors(*words):
-        environment: Any = OmegaConf.to_container(own.job.env_set, resolve=True)
+        environment: Any = OmegaConf.to_container(node.job.env_set, resolve=True)
     with env_override(environment):
         planned = point_of(tree_of(words), words)
     return replace(planned, environment=environment)
@@ -343,16 +344,16 @@ def line_of_words() -> list[str]:
 
     Its files, as its parser has them, and the words for Hydra but for those of a sweep.
     """
-    own: Any = HydraConfig.get()
+    node: Any = HydraConfig.get()
     line = []
-    for source in own.runtime.config_sources:
+    for source in node.runtime.config_sources:
         if source.provider == "command-line":
             line += ["--config-dir", source.path]
         if source.provider == "main" and source.path != str(CONF_DIR):
             line += ["--config-path", source.path]
-    if own.job.config_name != PRIMARY:
-        line += ["--config-name", own.job.config_name]
-    of_hydra = typed_words(own, "hydra")
+    if node.job.config_name != PRIMARY:
+        line += ["--config-name", node.job.config_name]
+    of_hydra = typed_words(node, "hydra")
     return line + [word for word in of_hydra if not OF_SWEEPS.match(key_of(word))]
 
 

@@ -60,7 +60,7 @@ def few(names: Sequence[str]) -> str:
     return ", ".join(shown)
 
 
-def counted(counts: Mapping[str, int]) -> str:
+def counts_text(counts: Mapping[str, int]) -> str:
     """Says how many there are of each."""
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 

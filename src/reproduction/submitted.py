@@ -29,7 +29,7 @@ from reproduction.errors import (
     PlainError,
     Stopped,
     UserError,
-    counted,
+    counts_text,
     one_line_errors,
     say,
 )
@@ -46,13 +46,13 @@ class Jobs:
 
     cluster = "local"
 
-    def __init__(self, own: Mapping[str, Any]):
-        self.own = own
+    def __init__(self, settings: Mapping[str, Any]):
+        self.settings = settings
         self.submitted: dict[str, Any] = {}  # submitit's, by their ids; of the latest points
         for name in ("nodes", "tasks_per_node"):
-            if own[name] != 1:
+            if settings[name] != 1:
                 reason = "must be 1: a run is one task, in which devices=N starts N processes"
-                raise UserError(f"hydra.launcher.{name}={own[name]}: {reason}")
+                raise UserError(f"hydra.launcher.{name}={settings[name]}: {reason}")
 
     def train(
         self, points: Sequence[Point], first: int, task: Any
@@ -111,14 +111,14 @@ class Jobs:
         """Returns submitit's executor; `more` are further parameters of sbatch."""
         import submitit
 
-        parameters = {f"{self.cluster}_{key}": x for key, x in {**self.own, **more}.items()}
+        parameters = {f"{self.cluster}_{key}": x for key, x in {**self.settings, **more}.items()}
         for key in ("_target_", "submitit_folder"):
             del parameters[f"{self.cluster}_{key}"]
         of_class = {}
         most = f"{self.cluster}_max_num_timeout"
         if most in parameters:
             of_class[most] = parameters.pop(most)
-        executor = submitit.AutoExecutor(self.own["submitit_folder"], self.cluster, **of_class)
+        executor = submitit.AutoExecutor(self.settings["submitit_folder"], self.cluster, **of_class)
         executor.update_parameters(**parameters)
         return executor
 
@@ -137,7 +137,7 @@ class Jobs:
                 counts = Counter(states[job] for job in jobs if job in states)
                 if not counts:
                     return
-                text = counted(counts)
+                text = counts_text(counts)
             if text != told:
                 say(f"waiting for jobs: {text}")
             told = text
@@ -176,8 +176,8 @@ class SlurmJobs(Jobs):
         return super().submit(points, numbers, task)
 
     def executor(self, **more: Any) -> Any:
-        more["additional_parameters"] = {"requeue": True, **self.own["additional_parameters"]}
-        more["srun_args"] = [f"--cpus-per-task={self.own['cpus_per_task'] or 1}"]
+        more["additional_parameters"] = {"requeue": True, **self.settings["additional_parameters"]}
+        more["srun_args"] = [f"--cpus-per-task={self.settings['cpus_per_task'] or 1}"]
         return super().executor(**more)
 
     def states(self) -> dict[str, str] | None:

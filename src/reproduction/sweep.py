@@ -20,7 +20,7 @@ from reproduction.errors import (
     Interrupted,
     OneLineError,
     UserError,
-    counted,
+    counts_text,
     program,
     say,
     warn,
@@ -61,12 +61,12 @@ class Sweep:
         return cls([planned_point(each) for each in expand(words)])
 
     @classmethod
-    def of_study(cls, own: StudyWords, words: Sequence[str]) -> "Sweep":
+    def of_study(cls, asked: StudyWords, words: Sequence[str]) -> "Sweep":
         """The runs of a study, with `words` as overrides of all of them."""
         for word in words:
             if key_of(word) == "seed":
                 raise UserError(f"{word}: must be seeds=N, from the study's first_seed on")
-        return cls(*planned(own.study, own.seeds, own.scale, words))
+        return cls(*planned(asked.study, asked.seeds, asked.scale, words))
 
     def only(self, task: int | None) -> "Sweep":
         """The point of this number alone; all of them for None."""
@@ -124,7 +124,7 @@ class Sweep:
             say(f"\nwritten to {', '.join(map(str, written))}; .csv has the numbers")
         counts = Counter(run.status for run in runs)
         finished = counts.pop("finished", 0)
-        parts = [f"{finished} of {len(runs)} runs are finished", counted(counts)]
+        parts = [f"{finished} of {len(runs)} runs are finished", counts_text(counts)]
         say(", ".join(filter(None, parts)))
         return runs
 
@@ -168,10 +168,10 @@ class Sweep:
         counts = Counter[str]()
         for task, point in enumerate(self.points):
             run = run_of(point)
-            own = [x for x in point.words if x not in shared and key_of(x) != "seed"]
+            differing = [x for x in point.words if x not in shared and key_of(x) != "seed"]
             row = {
                 "task": str(task),
-                "row": point.label or ",".join(swept_texts(own)),
+                "row": point.label or ",".join(swept_texts(differing)),
                 "seed": str(point.config.seed),
                 "status": run.status_text,
                 "top-1 [%]": formatted(run.numbers.get(ON_TEST.name), ".2f"),
@@ -181,7 +181,7 @@ class Sweep:
             counts[run.status] += 1
         lacks = check_points(self.points, runs_here=False)
         total = "1 run" if len(rows) == 1 else f"{len(rows)} runs"
-        each = counted(dict(counts.most_common()))
+        each = counts_text(dict(counts.most_common()))
         table = as_markdown(pd.DataFrame(rows))
         return "\n".join([table, "", *folders, "", *lacks, f"{total}: {each}"])
 

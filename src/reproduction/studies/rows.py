@@ -92,10 +92,10 @@ def rows_of(part: Part) -> list[Row]:
             study=part.name,
             name=cell.row,
             values=cell.values,
-            column=cell.settings.column,
+            column=cell.told.column,
             row_hash=hashes[cell.label],
-            role=cell.settings.role,
-            printed=cell.settings.printed,
+            role=cell.told.role,
+            printed=cell.told.printed,
         )
         base = part.pairs.get(cell.label)
         if base is not None and hashes[base] != row.row_hash:  # two rows may be one run

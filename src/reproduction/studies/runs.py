@@ -65,10 +65,10 @@ def outcome_of(name: str) -> Outcome:
     if name in OUTCOMES:
         return OUTCOMES[name]
     measure, _, split = name.partition(" on ")
-    own: Any = {"measure": measure, "split": split, "title": measure}
+    kind: Any = {"measure": measure, "split": split, "title": measure}
     if split == "validation":
-        own["title"] = f"validation {measure}"
-    return Outcome(**own, unit="1", gap="1", spec=".4f")
+        kind["title"] = f"validation {measure}"
+    return Outcome(**kind, unit="1", gap="1", spec=".4f")
 
 
 # --- runs ---------------------------------------------------------------------------------------

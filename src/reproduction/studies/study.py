@@ -98,7 +98,7 @@ def _tested(name: str | None) -> str | None:
 
 
 @schema
-class Row:
+class StudyRow:
     """What a study says of a row."""
 
     overrides: list[str]  # of train.py, some of which may list values
@@ -118,7 +118,7 @@ class Study:
     about: str = ""
     pilot: str = ""
     overrides: list[str] = Field(default_factory=list)  # of all rows
-    rows: dict[FolderName, Annotated[Row, BeforeValidator(_mapping_of)]] = Field(min_length=1)
+    rows: dict[FolderName, Annotated[StudyRow, BeforeValidator(_mapping_of)]] = Field(min_length=1)
     seeds: Count = 3  # how many
     # Only runs with the seeds that a command asks for count: from this one on, `seeds` of them
     # unless it says how many.
@@ -180,7 +180,7 @@ class Cell:
     """What is trained of a study: a row, or one combination of the values of a sweep."""
 
     row: str  # its name in the study
-    settings: Row
+    told: StudyRow
     words: list[str]
     values: Mapping[str, Any]  # by key, of a row that is a sweep
     label: str  # names it in lists and folders: STUDY/ROW
@@ -188,8 +188,8 @@ class Cell:
     @property
     def text(self) -> str:
         """What a table shows of it."""
-        if self.settings.row and not self.values:  # a sweep is shown by its values
-            return self.settings.row
+        if self.told.row and not self.values:  # a sweep is shown by its values
+            return self.told.row
         return self.label.partition("/")[2]
 
 
@@ -201,15 +201,15 @@ def cells(name: str, study: Study) -> list[Cell]:
     for row, each in points.items():
         differ = [len({*words}) > 1 for words in zip(*each, strict=True)]
         for words in each:
-            own = [word for word, differs in zip(words, differ, strict=True) if differs]
-            parts = swept_texts(own)
-            if not own or num_sweeps > 1:
+            swept = [word for word, differs in zip(words, differ, strict=True) if differs]
+            parts = swept_texts(swept)
+            if not swept or num_sweeps > 1:
                 parts.insert(0, row)
             cell = Cell(
                 row=row,
-                settings=study.rows[row],
+                told=study.rows[row],
                 words=words,
-                values={key_of(word): override_of(word).value() for word in own},
+                values={key_of(word): override_of(word).value() for word in swept},
                 label=f"{Path(name).stem}/{','.join(parts)}",
             )
             found.append(cell)
@@ -238,7 +238,7 @@ def comparisons(each: Sequence[Cell]) -> dict[str, str]:
     """
     pairs = {}
     for cell in each:
-        against = cell.settings.against
+        against = cell.told.against
         if against is None:
             continue
         bases = [base for base in each if base.row == against]
@@ -275,12 +275,12 @@ class Part:
 
         A row whose run is another row's says so.
         """
-        places = Counter((cell.settings.column, cell.text) for cell in self.cells)
+        places = Counter((cell.told.column, cell.text) for cell in self.cells)
         firsts: dict[str, str] = {}  # by hash, the first row of a run
         found = {}
         for cell in self.cells:
             text = cell.text
-            if places[cell.settings.column, cell.text] > 1:
+            if places[cell.told.column, cell.text] > 1:
                 text = f"{text} ({cell.row})"
             row_hash = self.row_hashes[cell.label]
             if row_hash in firsts:
@@ -336,10 +336,10 @@ def planned(
     points: dict[str, Point] = {}
     parts = []
     for study_name, study in studies(name).items():
-        part, own = part_of(study_name, study, seeds, scale, [readable(word) for word in more])
+        part, runs = part_of(study_name, study, seeds, scale, [readable(word) for word in more])
         has_all_rows = name in ("all", study_name)
         parts.append(replace(part, has_all_rows=has_all_rows))
-        for each in own:
+        for each in runs:
             points.setdefault(run_hash(each.config), each)
     return sorted(points.values(), key=lambda each: each.config.seed), parts
 
@@ -382,7 +382,7 @@ def part_of(
         study=shown,
         has_all_rows=True,
         scale=scale,
-        cells=[replace(cell, settings=shown.rows[cell.row]) for cell in each],
+        cells=[replace(cell, told=shown.rows[cell.row]) for cell in each],
         pairs=pairs,
         configs=configs,
         seeds=chosen,

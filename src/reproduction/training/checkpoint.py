@@ -69,7 +69,7 @@ def save_plain(path: Path, state: State, classes: list[str] | None, **about: str
         temporary.write_bytes(content)
 
 
-def digest(state: State) -> str:
+def weights_digest(state: State) -> str:
     """Returns the sha256 over names and tensor bytes: equal weights have equal digests."""
     sha = hashlib.sha256()
     for name, value in sorted(state.items()):

@@ -54,7 +54,7 @@ def gathers(metric: Metric) -> bool:
     return getattr(metric, "gathers", False)
 
 
-class Sums:
+class MetricSums:
     """What metrics of one's own have seen on this rank."""
 
     def __init__(self, metrics: Mapping[str, Metric], world: World):
@@ -104,7 +104,7 @@ def evaluate(
     (uint8) and classes `b`. Raises PlainError if the loss is not finite.
     """
     batches = list[Predicted]()
-    own = Sums(metrics, world)
+    own = MetricSums(metrics, world)
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)
     with evaluating(model):
         for batch in loader:

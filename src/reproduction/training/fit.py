@@ -21,7 +21,7 @@ from reproduction.errors import PlainError, Pulse, UserError, first_line, progre
 from reproduction.folder import RunFolder
 from reproduction.models.names import State
 from reproduction.training import metrics
-from reproduction.training.checkpoint import Clock, check_classes, digest, save_plain
+from reproduction.training.checkpoint import Clock, check_classes, save_plain, weights_digest
 from reproduction.training.evaluate import Metric, evaluate
 from reproduction.training.loggers import Loggers
 from reproduction.training.step import MicroBatch, Trainer
@@ -45,7 +45,7 @@ class RunState:
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """The parts of a run on this rank."""
 
     trainer: Trainer
@@ -78,7 +78,7 @@ class Run:
         return math.ceil(self.total_steps / len(self.batches))
 
 
-def fit(run: Run, state: RunState) -> dict[str, Any]:
+def fit(run: TrainingRun, state: RunState) -> dict[str, Any]:
     """Trains to the end and returns the results for summary.json.
 
     Raises Stopped after the step in which a signal has come to any rank.
@@ -92,7 +92,7 @@ def fit(run: Run, state: RunState) -> dict[str, Any]:
     return _results(run, state)
 
 
-def train_epoch(run: Run, state: RunState, pace: metrics.Pace) -> None:
+def train_epoch(run: TrainingRun, state: RunState, pace: metrics.Pace) -> None:
     """Trains the steps of an epoch that are left: a resumed run may begin within it."""
     trainer, batches = run.trainer, run.batches
     number = state.epoch + 1  # of this epoch, from 1
@@ -124,7 +124,7 @@ def train_epoch(run: Run, state: RunState, pace: metrics.Pace) -> None:
 
 
 def train_step(
-    run: Run, state: RunState, images: Tensor, classes: Tensor, size: int
+    run: TrainingRun, state: RunState, images: Tensor, classes: Tensor, size: int
 ) -> list[MicroBatch]:
     """Trains a step of `size` images; ends the run if the host meets saliency that is not finite.
 
@@ -140,13 +140,13 @@ def train_step(
         end_before(run, state, trainer.step + 1, str(error))
 
 
-def load(run: Run, epoch: int, first: int = 0) -> Iterator[list[Tensor]]:
+def load(run: TrainingRun, epoch: int, first: int = 0) -> Iterator[list[Tensor]]:
     """Lets the workers load the batches of an epoch: images `b 3 h w`, uint8, and classes `b`."""
     run.batches.start_at(epoch, first)
     return iter(run.train_loader)
 
 
-def load_ahead(run: Run, state: RunState) -> None:
+def load_ahead(run: TrainingRun, state: RunState) -> None:
     """Lets training's workers load the next epoch while this one is evaluated.
 
     But not during the first evaluation, which starts workers of its own.
@@ -156,7 +156,7 @@ def load_ahead(run: Run, state: RunState) -> None:
         run.upcoming = load(run, next_epoch)
 
 
-def evaluate_epoch(run: Run, state: RunState) -> None:
+def evaluate_epoch(run: TrainingRun, state: RunState) -> None:
     """Evaluates the epoch that was trained, if it is one to evaluate."""
     number = state.epoch + 1
     is_last = number == run.total_epochs
@@ -169,7 +169,7 @@ def evaluate_epoch(run: Run, state: RunState) -> None:
     run.has_evaluated = True
 
 
-def end_epoch(run: Run, state: RunState, pace: metrics.Pace) -> None:
+def end_epoch(run: TrainingRun, state: RunState, pace: metrics.Pace) -> None:
     """Counts the epoch, and records it: results, best weights, summary, and perhaps a checkpoint.
 
     Only now is it completed: an evaluation that is interrupted is repeated.
@@ -184,7 +184,7 @@ def end_epoch(run: Run, state: RunState, pace: metrics.Pace) -> None:
         save_checkpoint(run, state)
 
 
-def _record_epoch(run: Run, state: RunState, pace: metrics.Pace) -> None:
+def _record_epoch(run: TrainingRun, state: RunState, pace: metrics.Pace) -> None:
     """Writes and says what the completed epoch has reached."""
     number = state.epoch
     if state.log and state.log[-1]["epoch"] == number:
@@ -210,13 +210,13 @@ def _record_epoch(run: Run, state: RunState, pace: metrics.Pace) -> None:
         say(f"htm: {remark}; {advice}")
 
 
-def _keep_best(run: Run, state: RunState) -> None:
+def _keep_best(run: TrainingRun, state: RunState) -> None:
     weights = run.trainer.evaluated.state_dict()
     state.best = {name: x.to("cpu", copy=True) for name, x in weights.items()}
     save_plain(run.folder.best_path, state.best, run.trainer.classes)
 
 
-def write_metrics(run: Run, state: RunState) -> metrics.Line:
+def write_metrics(run: TrainingRun, state: RunState) -> metrics.Line:
     """Writes the lines of the batches since the last call, and returns the last one, if any.
 
     Ends the run before the first batch that is not finite.
@@ -238,7 +238,7 @@ def write_metrics(run: Run, state: RunState) -> metrics.Line:
     return lines[-1] if lines else {}
 
 
-def end_before(run: Run, state: RunState, step: int, reason: str) -> NoReturn:
+def end_before(run: TrainingRun, state: RunState, step: int, reason: str) -> NoReturn:
     """Ends a run by PlainError, with a checkpoint of before a step: nothing was updated since."""
     run.trainer.step = step - 1
     save_checkpoint(run, state)
@@ -249,7 +249,7 @@ def end_before(run: Run, state: RunState, step: int, reason: str) -> NoReturn:
     )
 
 
-def _note_unreadable(run: Run, state: RunState) -> None:
+def _note_unreadable(run: TrainingRun, state: RunState) -> None:
     """Warns once of each image in whose place all ranks have trained on another."""
     for of_rank in run.trainer.world.gather(run.train_loader.unreadable):
         for index in sorted(of_rank.keys() - state.unreadable.keys()):
@@ -259,13 +259,13 @@ def _note_unreadable(run: Run, state: RunState) -> None:
     check_unreadable(state.unreadable, run.train_loader.half)
 
 
-def _write_line(run: Run, line: metrics.Line) -> None:
+def _write_line(run: TrainingRun, line: metrics.Line) -> None:
     if run.is_main:
         run.folder.append_metrics(line)
         run.loggers.log(line)
 
 
-def save_checkpoint(run: Run, state: RunState) -> None:
+def save_checkpoint(run: TrainingRun, state: RunState) -> None:
     """Writes a checkpoint with all that a resumed run needs, or must have in common with this."""
     trainer, folder = run.trainer, run.folder
     if trainer.world.is_main:
@@ -298,7 +298,7 @@ def restore(trainer: Trainer, path: Path, content: dict[str, Any]) -> RunState:
 
 
 def evaluate_on(
-    run: Run, state: RunState, loader: loaders.Loader, model: nn.Module
+    run: TrainingRun, state: RunState, loader: loaders.Loader, model: nn.Module
 ) -> dict[str, float]:
     """Evaluates a plain model on the images of a loader."""
     trainer, world = run.trainer, run.trainer.world
@@ -317,7 +317,7 @@ def evaluate_on(
     return result
 
 
-def _results(run: Run, state: RunState) -> dict[str, Any]:
+def _results(run: TrainingRun, state: RunState) -> dict[str, Any]:
     """The entries of summary.json about the whole run, and its results on the test set."""
     trainer = run.trainer
     if run.test_loader is None:
@@ -333,7 +333,7 @@ def _results(run: Run, state: RunState) -> dict[str, Any]:
         "images": images,
         "seconds": round(state.train_seconds + state.eval_seconds, 3),
         "images_per_second": round(images / state.train_seconds, 1),
-        "weights_sha256": digest(trainer.evaluated.state_dict()),
+        "weights_sha256": weights_digest(trainer.evaluated.state_dict()),
         **progress_entries(run, state),
     }
     if trainer.uses_scaler:
@@ -343,7 +343,9 @@ def _results(run: Run, state: RunState) -> dict[str, Any]:
     return results
 
 
-def _test(run: Run, state: RunState, loader: loaders.Loader) -> tuple[dict[str, Any], metrics.Line]:
+def _test(
+    run: TrainingRun, state: RunState, loader: loaders.Loader
+) -> tuple[dict[str, Any], metrics.Line]:
     """Tests the weights of the last epoch and of the best by validation, on images not yet seen.
 
     Returns the entries of the summary, and the results of the last epoch.
@@ -359,7 +361,7 @@ def _test(run: Run, state: RunState, loader: loaders.Loader) -> tuple[dict[str, 
     return metrics.tested_accuracies(state.log, last, selected), last
 
 
-def progress_entries(run: Run, state: RunState) -> dict[str, Any]:
+def progress_entries(run: TrainingRun, state: RunState) -> dict[str, Any]:
     """The entries of summary.json about the completed epochs."""
     # `max_steps` may cut the last epoch short
     steps = min(state.epoch * len(run.batches), run.trainer.step)

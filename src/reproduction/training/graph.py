@@ -28,9 +28,9 @@ class Captured:
     run: Callable[[], Any]  # returns the memory that the graph writes
 
     def replay(self, leaves: Sequence[Any]) -> Any:
-        for own, value in zip(self.inputs, leaves, strict=True):
+        for held, value in zip(self.inputs, leaves, strict=True):
             if isinstance(value, Tensor):
-                own.copy_(value, non_blocking=True)
+                held.copy_(value, non_blocking=True)
         return self.run()
 
 
@@ -58,8 +58,8 @@ class StepGraph:
         if self.calls[key] <= WARM_UP:
             return self._warm_up(inputs)
         if key not in self.captured:
-            own = tree_map_only(Tensor, lambda x: x.to(self.device, copy=True), leaves)
-            self.captured[key] = Captured(own, self._capture(tree_unflatten(own, tree)))
+            held = tree_map_only(Tensor, lambda x: x.to(self.device, copy=True), leaves)
+            self.captured[key] = Captured(held, self._capture(tree_unflatten(held, tree)))
         return self.captured[key].replay(leaves)
 
     def forget(self) -> None:

@@ -46,8 +46,8 @@ from reproduction.training import metrics
 from reproduction.training.checkpoint import Clock, save_plain
 from reproduction.training.evaluate import build_metrics
 from reproduction.training.fit import (
-    Run,
     RunState,
+    TrainingRun,
     fit,
     progress_entries,
     restore,
@@ -132,7 +132,7 @@ def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
         return results
 
 
-def set_up(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Run, RunState]:
+def set_up(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[TrainingRun, RunState]:
     """Builds a run on its device, or resumes it, and prepares its folder.
 
     UserError if images, model or checkpoints do not fit the configuration.
@@ -189,7 +189,7 @@ def _check_same_run(path: Path, content: Mapping[str, Any], config: Config) -> N
 
 def _assembled(
     trainer: Trainer, folder: RunFolder, data: Data, batches: loaders.TrainingBatches
-) -> Run:
+) -> TrainingRun:
     """The parts of a run around its trainer; images are read, loggers begin."""
     config, world = trainer.config, trainer.world
     pin = world.device.type == "cuda"
@@ -201,7 +201,7 @@ def _assembled(
     test_loader = None
     if data.validation is not None:
         test_loader = evaluation_loader(data.held_out)
-    return Run(
+    return TrainingRun(
         trainer=trainer,
         folder=folder,
         batches=batches,
