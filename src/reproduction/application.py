@@ -63,14 +63,15 @@ def arguments(typed: Sequence[str]) -> tuple[list[str], list[str]]:
     options = parser.parse_intermixed_args(typed)
     if options.multirun and launched_ranks() is not None:
         raise UserError("-m: start a sweep as train.py -m devices=N, without torchrun")
+    flags = [x for x in typed if x not in options.overrides]  # with their values
     words = [readable(word) for word in options.overrides]
     for word in words:
         key = key_of(word)
         if key in REFUSED:
             raise UserError(f"{word}: {REFUSED[key]}")
     if options.hydra_help:  # which is composed without our keys
-        words = []
-    return [x for x in typed if x not in options.overrides], words  # flags, with their values
+        return flags, []
+    return flags, words
 
 
 def help_of(*, _root_: DictConfig) -> str:

@@ -45,5 +45,7 @@ def goes_on(signum: int) -> bool:
     if signum == signal.SIGUSR2:
         return True
     job = job_id()
-    states = None if job is None else queued_jobs()
-    return states is not None and states.get(str(job)) == "RUNNING"
+    if job is None:
+        return False
+    states = queued_jobs()
+    return states is not None and states.get(job) == "RUNNING"

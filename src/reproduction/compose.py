@@ -44,7 +44,7 @@ PRIMARY = "train"  # configuration, of conf/
 OF_A_POINT = re.compile(r"seed=\d+|row='[^$]*'")  # words that change nothing but their key
 # keys that default_name does not write as key=value: its head or its -s<seed> says them
 IN_THE_NAME = ("seed", "model", "dataset", "augmentation", "experiment")
-OF_ALL_POINTS = Command.__annotations__.keys() - {"row"}  # not for the job of one point
+OF_THE_COMMAND = Command.__annotations__.keys() - {"row"}  # which a point says nothing of
 # keys of Hydra that say how a sweep is run, and nothing of the job of one point
 OF_SWEEPS = re.compile(r"hydra/launcher|hydra/sweeper|hydra\.(launcher|sweeper|sweep|mode)\b")
 
@@ -65,11 +65,11 @@ def readable(word: str) -> str:
     name = key.lstrip("+")
     is_unknown = FREE.match(name) is not None and name not in allowed()
     takes_text = allowed().get(name, "").startswith(TEXT) or (is_unknown and "_" in value)
-    if _is_read(plain, takes_text):
+    if _keeps_its_meaning(plain, takes_text):
         return plain
     is_list = value.startswith(("[", "{")) or "," in value
     quoted = f"{key}={in_quotes(value)}"
-    if equals and not is_list and _is_read(quoted, takes_text):
+    if equals and not is_list and _keeps_its_meaning(quoted, takes_text):
         return quoted
     try:
         OverridesParser.create().parse_override(plain)
@@ -78,7 +78,8 @@ def readable(word: str) -> str:
     raise UserError(f"{word}: must be key=value, with a key of train.py --help, texts in quotes")
 
 
-def _is_read(word: str, takes_text: bool) -> bool:
+def _keeps_its_meaning(word: str, takes_text: bool) -> bool:
+    """Whether Hydra can read a word, and reads no number where a text is meant."""
     override = parsed(word)
     if override is None:
         return False
@@ -265,7 +266,7 @@ class Point:
 
     @property
     def words_of_job(self) -> list[str]:
-        """The words of its job, in this folder and in no other, which refuses to train another."""
+        """The words of its job. They name its folder and its run: another one is refused there."""
         path = self.folder.path
         return [*self.words, f"name={in_quotes(path.name)}", f"planned={run_hash(self.config)}"]
 
@@ -302,7 +303,7 @@ def point_of(tree: DictConfig, words: Sequence[str]) -> Point:
 
     With resume=auto its name is that of the folder that holds it, if there is one.
     """
-    words = [word for word in words if key_of(word) not in OF_ALL_POINTS]
+    words = [word for word in words if key_of(word) not in OF_THE_COMMAND]
     config = config_of(tree, words)
     label = str(tree.row or "")
     ranks = launched_ranks()
@@ -339,7 +340,7 @@ def default_name(config: Config, words: Sequence[str], label: str) -> str:
     return cut(name, LONGEST_NAME, tail)
 
 
-def line_of_words() -> list[str]:
+def hydra_arguments() -> list[str]:
     """Returns what makes another train.py read and do what the command has told Hydra.
 
     Its files, as its parser has them, and the words for Hydra but for those of a sweep.

@@ -425,7 +425,7 @@ class Command:
     objective: Literal["val_top1", "val_top5", "val_loss"]
 
     def refuse(self, *names: str, reason: str) -> None:
-        """Raises UserError for each of these that is set."""
+        """Raises UserError for the first of these that is set."""
         for name in names:
             value = getattr(self, name)
             if value is not None and value is not False:

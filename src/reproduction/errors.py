@@ -162,8 +162,8 @@ def one_line_errors() -> Iterator[None]:
     except OneLineError as error:
         status, line = error.status, str(error)
     except OSError as error:
-        told = of_system(error)
-        status, line = told.status, str(told)
+        end = of_system(error)
+        status, line = end.status, str(end)
     except KeyboardInterrupt as interrupt:
         status, line = 130, str(interrupt) or "interrupted"
     if is_first_rank():

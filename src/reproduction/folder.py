@@ -71,7 +71,7 @@ class RunFolder:
         """Raises UserError if this folder cannot be used for this run, or could not be read."""
         if not is_first_rank():
             return  # the first rank may already have created it for the others
-        saved(asdict(config))
+        saved(asdict(config))  # raises for what could not be read back
         place = next(x for x in self.path.absolute().parents if os.path.lexists(x))
         if not place.is_dir():
             raise UserError(f"output_root={config.output_root}: {place} is no folder")

@@ -47,7 +47,7 @@ GONE: dict[str, list[Any] | None] = {
     "recipe.transforms.ratio": [[0.75, 1.3333], [1.0, 1.0]],
 }
 # What a saved configuration without the key meant. Conf may have another default today.
-COUNTED_DEFAULTS = {  # of keys that are in the hash of every run
+COUNTED_DEFAULTS = {  # of keys that are in the hash of every run, or in that of its name
     "augmentation.htm.tau": 2.0,
     "augmentation.htm.rho": 0.005,
     "recipe.log_every": 50,  # which published lines leave out

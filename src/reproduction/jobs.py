@@ -11,7 +11,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 
-from reproduction.compose import Point, line_of_words
+from reproduction.compose import Point, hydra_arguments
 from reproduction.config import TRAIN
 from reproduction.errors import OneLineError, PlainError, UserError, say
 from reproduction.machine import CORES, usable_cores
@@ -29,7 +29,7 @@ def train_here(point: Point) -> None:
     from reproduction.training.stop import ending
 
     say(str(point.folder.path))
-    command = shlex.join(["python", "train.py", *line_of_words(), *point.words])
+    command = shlex.join(["python", "train.py", *hydra_arguments(), *point.words])
     failure = None
     try:
         origin = {"overrides": point.words, "command": command}
@@ -77,7 +77,7 @@ def in_processes(points: Sequence[Point], jobs: int) -> Iterator[OneLineError | 
 
     jobs = min(jobs, len(points))
     logs = Path(points[0].config.output_root, ".logs")
-    files = line_of_words()
+    arguments = hydra_arguments()
     free = SimpleQueue[Environment]()
     for environment in environments(jobs, max(point.config.devices for point in points)):
         free.put(environment)
@@ -99,7 +99,7 @@ def in_processes(points: Sequence[Point], jobs: int) -> Iterator[OneLineError | 
             say(str(path))
             with log_path.open("ab") as log:
                 process = subprocess.Popen(
-                    [sys.executable, TRAIN, *files, *point.words_of_job],
+                    [sys.executable, TRAIN, *arguments, *point.words_of_job],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

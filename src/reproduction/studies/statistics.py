@@ -14,6 +14,7 @@ import pandas as pd
 from reproduction.studies.runs import Outcome, Run
 
 LEAST_PAIRS = 3  # for a test: with two, the 95 % interval is +-12.7 standard errors
+ROUNDING = 1e-9  # in points or nats: differences that differ by less are equal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +133,7 @@ def paired(ours: pd.Series, base: pd.Series) -> Comparison:
     found = Comparison(pairs=len(gap), difference=gap.mean(), below=int((gap < 0).sum()))
     if 0 < len(gap) < LEAST_PAIRS:
         found.untestable = f"needs {LEAST_PAIRS} pairs"
-    elif not gap.empty and gap.max() - gap.min() <= 1e-9:
+    elif not gap.empty and gap.max() - gap.min() <= ROUNDING:
         found.untestable = "equal differences"
     elif not gap.empty:
         from scipy.stats import ttest_rel  # takes seconds to import

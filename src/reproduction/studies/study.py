@@ -282,10 +282,10 @@ class Part:
             text = cell.text
             if places[cell.told.column, cell.text] > 1:
                 text = f"{text} ({cell.row})"
-            row_hash = self.row_hashes[cell.label]
-            if row_hash in firsts:
-                text = f"{text} (the run of {firsts[row_hash]})"
-            firsts.setdefault(row_hash, cell.label.partition("/")[2])
+            run = self.row_hashes[cell.label]
+            if run in firsts:
+                text = f"{text} (the run of {firsts[run]})"
+            firsts.setdefault(run, cell.label.partition("/")[2])
             found[cell.label] = text
         return found
 

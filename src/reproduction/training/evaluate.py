@@ -114,8 +114,7 @@ def evaluate(
             best = logits.topk(min(TOP, logits.shape[1])).indices  # b k
             hits = best == targets[:, None]
             loss = F.cross_entropy(logits, targets, reduction="sum")
-            count = loss.new_full((), len(targets))
-            # summed on the device: nothing waits for it
+            count = loss.new_full((), len(targets))  # on the device, with the other sums
             totals += torch.stack([count, hits[:, 0].sum(), hits.sum(), loss]).double()
             own.add(logits, targets)
             batches.append(Predicted(targets, best, logits.softmax(dim=1).gather(1, best)))

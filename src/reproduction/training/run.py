@@ -261,12 +261,13 @@ def _htm_numbers(trainer: Trainer, htm: HTM) -> dict[str, list[float | str]]:
         mixes = try_pass(config, len(trainer.classes)).output.layers
     layers = [*zip(htm.by_layer.values(), mixes, strict=True)]
     return {
-        "tau": [_finite(settings.tau) for settings, _ in layers],
-        "rho": [_finite(settings.rho_for(mix.saliency.shape[1])) for settings, mix in layers],
+        "tau": [as_json(settings.tau) for settings, _ in layers],
+        "rho": [as_json(settings.rho_for(mix.saliency.shape[1])) for settings, mix in layers],
     }
 
 
-def _finite(number: float) -> float | str:
+def as_json(number: float) -> float | str:
+    """Returns a number for a JSON file, which has no infinity."""
     return number if number < math.inf else "inf"
 
 

@@ -118,7 +118,7 @@ class Trainer:
         self.uses_scaler = recipe.precision == "float16"
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.uses_scaler)
         self.has_diverged = torch.zeros((), device=device)
-        self.is_held = self.has_diverged
+        self.is_held = self.has_diverged  # the same tensor: nothing else holds a step
         if self.uses_scaler:  # for which gradients that overflow are normal
             self.is_held = torch.zeros((), device=device)
         self.average: Average | None = None
@@ -198,7 +198,7 @@ class Trainer:
         norm = self._clip_gradients()
         self._judge(norm, parts)
         # If it is not fused, it does not skip a step by itself: the host waits for the norm.
-        if self.skips or not self.is_held:
+        if self.skips or self.is_held.item() == 0:
             self.optimizer.step()  # not by `scaler.step`, which would replace its `found_inf`
         self.scaler.update()
         self.optimizer.zero_grad()
