@@ -75,10 +75,10 @@ def distinct(tensors: list[Tensor]) -> int:
 # The order of images
 
 
-def epochs_of(log: Path, rank: int = 0) -> tuple[list[int], list[int]]:
-    """The training images of a rank in the two epochs; before the run, it tries the first image."""
+def epochs_of(log: Path) -> tuple[list[int], list[int]]:
+    """The training images of the two epochs; before the run, it tries the first image."""
     _, *later = reads(log)
-    order = [read.index for read in later if read.half == "train" and read.rank == rank]
+    order = [read.index for read in later if read.half == "train"]
     half = len(order) // 2
     return order[:half], order[half:]
 
@@ -100,20 +100,17 @@ def test_each_epoch_reads_every_image_once_in_an_order_by_seed_and_epoch(here: P
 
 
 @pytest.mark.parametrize(("drop_last", "batches", "share"), [("false", 3, 10), ("true", 2, 11)])
-def test_two_ranks_share_the_batches_of_one_process(
-    here: Path, drop_last: str, batches: int, share: int
-):
+def test_two_ranks_share_the_batches_of_one_process(drop_last: str, batches: int, share: int):
     """Of 60 images batches of 20, or two of 22, and not 22, 22 and 16."""
-    for ranks in (1, 2):
-        words = (RUN, f"devices={ranks}", "recipe.batch_size=22", f"recipe.drop_last={drop_last}")
-        with recorded(here / f"log-{ranks}"):
-            trained(words, name=f"run-{ranks}")
-    alone = epochs_of(here / "log-1")
-    first = epochs_of(here / "log-2")
-    second = epochs_of(here / "log-2", rank=1)
-    for epoch in (0, 1):
-        shares = np.array([first[epoch], second[epoch]]).reshape(2, batches, share)
-        assert shares.transpose(1, 0, 2).flatten().tolist() == alone[epoch]
+    config = config_of("recipe.batch_size=22", f"recipe.drop_last={drop_last}")
+    shares = []
+    for rank, ranks in ((0, 1), (0, 2), (1, 2)):
+        of_rank = TrainingBatches(config, 60, rank, ranks)
+        of_rank.start_at(epoch=1, first=0)
+        shares.append([list(batch) for batch in of_rank])
+    alone, first, second = shares
+    assert [len(batch) for batch in first] == [share] * batches
+    assert alone == [[*one, *other] for one, other in zip(first, second, strict=True)]
 
 
 def test_an_epoch_leaves_out_images_that_fill_no_batch_other_ones_each_time(here: Path):
