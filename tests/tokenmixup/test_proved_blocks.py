@@ -774,6 +774,11 @@ def wrap(block: Any) -> None:
     block.forward = lambda x: own(centred(x))
 
 
+def wrap_a_layer(block: Any) -> None:
+    own = block.norm1.forward
+    block.norm1.forward = lambda x: centred(own(x))
+
+
 def give_a_layer_that_mixes(block: Any) -> None:
     block.norm1 = nn.Sequential(nn.LayerNorm(WIDTH), Centring())
 
@@ -790,7 +795,8 @@ def hook_before_a_layer(block: Any) -> None:
     block.qkv.register_forward_pre_hook(lambda part, args: centred(args[0]))
 
 
-CHANGES = [wrap, give_a_layer_that_mixes, swap_its_class, hook_a_layer, hook_before_a_layer]
+CHANGES = [wrap, wrap_a_layer, give_a_layer_that_mixes, swap_its_class, hook_a_layer]
+CHANGES += [hook_before_a_layer]
 
 
 class Centring(nn.Module):
