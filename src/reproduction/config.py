@@ -442,7 +442,9 @@ def check_new(config: Config) -> None:
     for name in ("mean", "std"):
         values = getattr(config.dataset, name)
         if max(values) > 1:
-            raise UserError(f"dataset.{name}={values}: must be of pixels in 0..1")
+            scaled = [round(value / 255, 4) for value in values]
+            rule = f"must be of pixels in 0..1, perhaps {scaled}"
+            raise UserError(f"dataset.{name}={values}: {rule}")
     if recipe.warmup_epochs > recipe.epochs:
         rule = f"must be at most recipe.epochs={recipe.epochs}, or the rate never arrives"
         raise UserError(f"recipe.warmup_epochs={recipe.warmup_epochs}: {rule}")

@@ -462,8 +462,10 @@ def hold(folder: RunFolder) -> Iterator[None]:
         lock.acquire(PATIENCE_AT_RESTART if launched_ranks() or is_restarted() else PATIENCE)
         path.write_text(text)
     except Timeout:
-        taken = f"{folder.holder()} is training {folder.path}"
-        raise UserError(f"name={folder.path.name}: {taken}") from None
+        taken = f"name={folder.path.name}: {folder.holder()} is training {folder.path}"
+        if job is not None and folder.job() == job:
+            taken += "; a run is one task of a job, in which devices=N starts N processes"
+        raise UserError(taken) from None
     except OSError as error:
         raise of_system(error, f"output_root={folder.path.parent}") from error
     try:

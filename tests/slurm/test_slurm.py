@@ -278,7 +278,7 @@ def test_several_tasks_of_a_run_are_refused():
     words = line_of((LONG, "name=mine"))
     command = ["srun", f"-p{LOW}", "-n2", "-N1", sys.executable, str(ROOT / "train.py"), *words]
     tasks = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "is training outputs/mine" in tasks.stderr
+    assert "is training outputs/mine; a run is one task of a job" in tasks.stderr
     assert statuses() == ["finished"]
 
 
