@@ -154,7 +154,8 @@ def of_run(saved: Config, words: Sequence[str]) -> Config:
     raw["recipe"]["metrics"] = {}  # only those that the words name run
     changes = [word for word in words if not word.startswith("dataset=")]
     if len(changes) < len(words):
-        raw["dataset"] = asdict(of_file(words).dataset)
+        of_dataset = [word for word in words if key_of(word).partition(".")[0] == "dataset"]
+        raw["dataset"] = asdict(of_file(of_dataset).dataset)
         raw["dataset"] |= {"mean": saved.dataset.mean, "std": saved.dataset.std}
     with hydra_errors(*words):
         return validated(Config, with_words(raw, changes))
@@ -201,7 +202,7 @@ def predict(config: Config, files: list[Path], options: dict[str, str]) -> None:
 
 def evaluate(config: Config, files: list[Path], options: dict[str, str], result: Path) -> None:
     """Evaluates on the held-out images, and says what is written."""
-    predictions = new_file(options, "predictions", ".csv") if "predictions" in options else None
+    file = new_file(options, "predictions", ".csv") if "predictions" in options else None
     from reproduction.training.evaluate import TOP
     from reproduction.training.predictions import (
         evaluate_checkpoint,
@@ -212,9 +213,9 @@ def evaluate(config: Config, files: list[Path], options: dict[str, str], result:
     found = evaluate_checkpoint(config, files)
     if not is_first_rank():
         return
-    scores = found.scores
+    scores, predicted = found
     parts = [f"top-1 {scores['top1']:.2f} %"]
-    if len(found.predictions.classes) > TOP:
+    if len(predicted.classes) > TOP:
         parts.append(f"top-5 {scores['top5']:.2f} %")
     parts.append(f"loss {scores['eval_loss']:.4f}")
     parts += [f"{name} {scores[name]:.4g}" for name in config.recipe.metrics]
@@ -222,16 +223,15 @@ def evaluate(config: Config, files: list[Path], options: dict[str, str], result:
     say(f"{scores['checkpoint']}: {', '.join(parts)} on {of}")
     write_json(result, scores)
     written = [result]
-    if predictions is not None:
+    if file is not None:
         from reproduction.reporting.drawing import draw_confusion
 
-        write_predictions(predictions, found.predictions, labelled=True)
+        write_predictions(file, predicted, labelled=True)
         by_class = result.with_name(f"{result.stem}-classes.csv")
-        write_classes(by_class, found.predictions)
+        write_classes(by_class, predicted)
         confusion = result.with_name(f"{result.stem}-confusion.svg")
-        predicted = found.predictions
         draw_confusion(confusion, predicted.classes, predicted.targets, predicted.best[:, 0])
-        written += [predictions, by_class, confusion]
+        written += [file, by_class, confusion]
     say(f"written to {', '.join(map(str, written))}")
 
 

@@ -39,7 +39,7 @@ class CheckedLauncher(Launcher):
     def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
         self.hydra_context = hydra_context
         self.config = config
-        self.folder = Path(config.hydra.sweep.dir)  # its time is now, also in each job
+        self.folder = Path(config.hydra.sweep.dir)  # which fixes its ${now:...} for all jobs
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int

@@ -192,7 +192,7 @@ def concluding() -> Iterator[None]:
 
     Of any sweep it removes the folders in which nothing was written.
     """
-    HydraConfig.instance().cfg = None
+    HydraConfig.instance().cfg = None  # of an earlier command of this process
     try:
         yield
         conclude_noted(None)

@@ -64,12 +64,12 @@ def readable(word: str) -> str:
     plain = f"{key}={value}" if equals else key
     name = key.lstrip("+")
     is_unknown = FREE.match(name) is not None and name not in allowed()
-    takes_text = allowed().get(name, "").startswith(TEXT) or (is_unknown and "_" in value)
-    if _keeps_its_meaning(plain, takes_text):
+    is_text = allowed().get(name, "").startswith(TEXT) or (is_unknown and "_" in value)
+    if _keeps_its_meaning(plain, is_text):
         return plain
     is_list = value.startswith(("[", "{")) or "," in value
     quoted = f"{key}={in_quotes(value)}"
-    if equals and not is_list and _keeps_its_meaning(quoted, takes_text):
+    if equals and not is_list and _keeps_its_meaning(quoted, is_text):
         return quoted
     try:
         OverridesParser.create().parse_override(plain)
@@ -78,14 +78,14 @@ def readable(word: str) -> str:
     raise UserError(f"{word}: must be key=value, with a key of train.py --help, texts in quotes")
 
 
-def _keeps_its_meaning(word: str, takes_text: bool) -> bool:
+def _keeps_its_meaning(word: str, is_text: bool) -> bool:
     """Whether Hydra can read a word, and reads no number where a text is meant."""
     override = parsed(word)
     if override is None:
         return False
     value = override.value()
     values = value.list if isinstance(value, ChoiceSweep) else [value]
-    return not (takes_text and any(isinstance(x, int | float) for x in values))
+    return not (is_text and any(isinstance(x, int | float) for x in values))
 
 
 @lru_cache(maxsize=4096)
@@ -291,8 +291,9 @@ def planned_point(words: Sequence[str], label: str = "") -> Point:
     if label:
         words.append(f"row={in_quotes(label)}")  # point_of reads it
     _, node = composed(words)
-    with hydra_errors(*words):
-        environment: Any = OmegaConf.to_container(node.job.env_set, resolve=True)
+    with hydra_errors(*words):  # apart from the tree, as where Hydra reads it
+        alone = OmegaConf.create({"hydra": node})
+        environment: Any = OmegaConf.to_container(alone.hydra.job.env_set, resolve=True)
     with env_override(environment):
         planned = point_of(tree_of(words), words)
     return replace(planned, environment=environment)

@@ -71,7 +71,9 @@ class RunFolder:
         """Raises UserError if this folder cannot be used for this run, or could not be read."""
         if not is_first_rank():
             return  # the first rank may already have created it for the others
-        saved(asdict(config))  # raises for what could not be read back
+        if saved(asdict(config)) != config:
+            rule = "must hold no empty mapping, and no key with a dot: neither can be read back"
+            raise UserError(f"options of code of your own: {rule}")
         place = next(x for x in self.path.absolute().parents if os.path.lexists(x))
         if not place.is_dir():
             raise UserError(f"output_root={config.output_root}: {place} is no folder")
@@ -127,9 +129,7 @@ class RunFolder:
             return "running"
         if status == "failed":
             return "failed"
-        if self.config_path.exists():
-            return "interrupted"
-        return "not started"
+        return "interrupted"
 
     def is_locked(self) -> bool:
         """Whether a process trains this run. To ask, it is enough that the lock can be read."""
@@ -425,7 +425,7 @@ def _progress(folder: RunFolder) -> tuple[bool, int, bool]:
 def _runs(root: Path, mtime: int) -> defaultdict[str, list[RunFolder]]:
     """Returns the runs in a folder by their hash; read once for all points of a sweep.
 
-    `mtime`, of the folder, is for the cache alone: with another run in it, it is read anew.
+    `mtime`, of the folder, is for the cache alone: with another folder in it, it is read anew.
     """
     runs = defaultdict[str, list[RunFolder]](list)
     for path in sorted(root.glob("*/config.yaml")):

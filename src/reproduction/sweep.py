@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hydra.core.utils import env_override
 
-from reproduction.compose import Point, expand, planned_point
+from reproduction.compose import Point, expand, planned_point, text_of
 from reproduction.config import SOURCES, Config, Dataset, StudyWords, ViT, check_new
 from reproduction.errors import (
     Interrupted,
@@ -66,6 +66,8 @@ class Sweep:
         for word in words:
             if key_of(word) == "seed":
                 raise UserError(f"{word}: must be seeds=N, from the study's first_seed on")
+            if key_of(word) == "resume" and text_of(word) != "auto":
+                raise UserError(f"{word}: must be auto, with which a study is trained")
         return cls(*planned(asked.study, asked.seeds, asked.scale, words))
 
     def only(self, task: int | None) -> "Sweep":

@@ -79,7 +79,8 @@ def swin(block: Any, seen: AttentionMap, x: Tensor) -> Tensor:
 def pvt_v2(block: Any, seen: AttentionMap, x: Tensor, size: tuple[int, int]) -> Tensor:
     """Saliency of a block of PVT-v2, `b t d` in the grid `size`: that of fewer keys, resized."""
     received = seen.received()  # b m
-    rows = round(math.sqrt(received.shape[1] * size[0] / size[1]))
+    height, width = size if block.attn.pool is None else (1, 1)  # else keys are of a square grid
+    rows = round(math.sqrt(received.shape[1] * height / width))
     grid = received.unflatten(1, (rows, -1))[:, None]  # b 1 rows columns
     return F.interpolate(grid, tuple(size), mode="nearest").flatten(1)
 

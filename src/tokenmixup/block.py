@@ -58,7 +58,7 @@ class Plan:
     detect: "Detector"  # HTM's
     vtm: VTM | None
     is_source: bool  # whether a later layer of VTM gets tokens of this block
-    tried: "Detector | None"  # the detector that `trial.py` tries out on this block
+    proved_by: "Detector | None"  # the detector that `trial.py` tries out on this block
 
     @property
     def block(self) -> nn.Module:

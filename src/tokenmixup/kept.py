@@ -53,7 +53,9 @@ def _used_by(x: Any) -> Held | None:
     if kind is FunctionType:
         names = {name: x.__globals__.get(name) for name in _names_in(x.__code__)}
         used = {name: value for name, value in names.items() if type(value) in NAMED}
-        used["cells and defaults"] = (x.__closure__, x.__defaults__, x.__kwdefaults__)
+        used["closure"] = x.__closure__
+        used["defaults"] = x.__defaults__
+        used["named defaults"] = x.__kwdefaults__
     elif kind is CellType:
         with suppress(ValueError):  # it is empty yet
             used = {"contents": x.cell_contents}
@@ -170,9 +172,11 @@ def _is_alike(one: Any, other: Any) -> bool:
 def _is_equal(one: Any, other: Any) -> bool:
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return bool(one == other)
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
     if torch.equal(one, other):
         return True
-    if one.shape != other.shape or one.dtype != other.dtype or not one.is_floating_point():
+    if not one.is_floating_point():
         return False
     return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 

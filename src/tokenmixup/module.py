@@ -297,12 +297,12 @@ class TokenMixup(nn.Module):
     def _plan(self, index: int, blocks: Sequence[nn.Module], can_run: bool) -> Plan:
         htm = self._mixing.htm.get(index)
         vtm = self._mixing.vtm.get(index)
-        is_source = index < max(self._mixing.vtm, default=0)
-        tried: Detector | None = None  # a user's own is not
+        is_source = index in self._mixing.sources()
+        proved_by: Detector | None = None  # a user's own is not
         if htm is not None and reads_map(self.detect):
-            tried = self.detect
+            proved_by = self.detect
         elif is_source or vtm is not None:
-            tried = by_attention
+            proved_by = by_attention
         plan = Plan(
             index=index,
             name=f"block {index} ({type(blocks[index]).__name__})",
@@ -312,7 +312,7 @@ class TokenMixup(nn.Module):
             detect=self.detect,
             vtm=vtm,
             is_source=is_source,
-            tried=tried if can_run else None,
+            proved_by=proved_by if can_run else None,
         )
         check_block(plan)
         return plan

@@ -21,10 +21,13 @@ class Mixing:
     vtm: dict[int, VTM] = field(default_factory=dict)
     manifold: ManifoldMixup | None = None
 
+    def sources(self) -> range:
+        """Returns the indices of the blocks before VTM's last layer."""
+        return range(max(self.vtm, default=0))
+
     def touched(self) -> list[int]:
         """Returns the indices of the blocks that something touches, in order."""
-        indices = set(self.htm)
-        indices.update(range(max(self.vtm, default=-1) + 1))  # VTM's last layer and all before it
+        indices = {*self.htm, *self.vtm, *self.sources()}
         if self.manifold is not None:
             indices.update(self.manifold.layers)
         return sorted(indices)

@@ -199,9 +199,8 @@ class Pass:
         memory = None
         if plan.vtm is not None:
             memory = memory_of(self.sources, plan.vtm, plan.adapter.num_prefix_tokens)
-        is_watched = plan.is_source or plan.vtm is not None
-        if entry.watched:  # by a detector, whose run ended at the first map: is there a second?
-            is_watched = True
+        # also after a detector, whose run ended at the first map: is there a second one?
+        is_watched = plan.is_source or plan.vtm is not None or bool(entry.watched)
         if not is_watched or plan.adapter.saliency is not None:
             out = entry.run()
             returned_tokens(entry, out)

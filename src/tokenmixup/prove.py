@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from tokenmixup.adapters import is_sharded
 from tokenmixup.block import BlockInput, Plan
 from tokenmixup.trial import dtype_of, prove_block
 from tokenmixup.watch import Sight
 
+STREAM = "HTM cannot mix a second stream of the samples' tokens"
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
 NOT_PROVED = "TokenMixup proves nothing of blocks under fully_shard: train a batch before sharding"
 COMPILED = "compiled, it gets arguments for which it is not proved: train an uncompiled batch first"
@@ -29,20 +31,37 @@ Sights = dict[Any, Sight]
 def with_sight(sights: Sights, entry: BlockInput) -> BlockInput:
     """Returns the input of a block with what its proof has found out; a new kind is proved now."""
     plan = entry.plan
-    if plan.tried is None:
-        return entry
     key = (plan.index, kinds_of(entry.args[1:]), kinds_of(entry.kwargs))
+    if key not in sights and torch.compiler.is_compiling():
+        if plan.proved_by is None:
+            return entry
+        raise ValueError(f"{plan.name}: {COMPILED}")
     if key not in sights:
-        if torch.compiler.is_compiling():
-            raise ValueError(f"{plan.name}: {COMPILED}")
-        sights[key] = prove_block(plan, entry)
+        check_one_stream(entry)
+        sights[key] = Sight() if plan.proved_by is None else prove_block(plan, entry)
     return replace(entry, sight=sights[key])
+
+
+def check_one_stream(entry: BlockInput) -> None:
+    """Raises ValueError for further tokens of each sample at a layer of HTM.
+
+    They would stay where its own are replaced.
+    """
+    if entry.plan.htm is None or entry.tokens.is_meta:
+        return
+    shape = entry.flat_tokens.shape[:2]
+    for x in tree_leaves([entry.args[1:], entry.kwargs]):
+        if not isinstance(x, Tensor) or x.ndim < 3 or x.shape[:2] != shape:
+            continue
+        is_mask = x.shape[-1] == shape[1]  # b n n
+        if not is_mask and not torch.equal(x, x[:1].expand_as(x)):
+            raise ValueError(f"{entry.name}: gets {list(x.shape)} beside its tokens: {STREAM}")
 
 
 def are_proved(plans: Mapping[int, Plan], sights: Sights) -> bool:
     """Whether each block has been proved, for some arguments."""
     known = {index for index, *_ in sights}
-    return all(index in known for index, plan in plans.items() if plan.tried is not None)
+    return all(index in known for index, plan in plans.items() if plan.proved_by is not None)
 
 
 def can_run_alone(model: nn.Module, device: torch.device) -> bool:

@@ -50,8 +50,10 @@ def rollout_saliency(
     if class_token:
         last = last[:, :, :1]
     received = last.mean(dim=(1, 2), dtype=torch.float32)  # b n
-    for attn in reversed(maps[:-1]):  # mean row of (A B) = (mean row of A) B
-        received = torch.einsum("bi,bij->bj", received, attn.mean(dim=1, dtype=torch.float32))
+    with without_autocast(last.device.type):
+        for attn in reversed(maps[:-1]):  # mean row of (A B) = (mean row of A) B
+            mean = attn.mean(dim=1, dtype=torch.float32)
+            received = torch.einsum("bi,bij->bj", received, mean)
     return received[:, num_prefix_tokens:]  # b t
 
 

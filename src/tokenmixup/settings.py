@@ -70,7 +70,7 @@ def _threshold(allowed: str, most: float) -> Any:
     """Declares an option that is a number from 0 on, infinite, or chosen by a rule."""
     return _option(
         f"auto, {allowed} or inf, or one for each layer",
-        lambda x: x in (AUTO, math.inf) or _within(0, most)(x),
+        lambda x: x == AUTO if isinstance(x, str) else _within(0, most)(x) or _is_infinite(x),
         lambda x: x if x == AUTO else float(x),
         default=AUTO,
         per_layer=True,
@@ -111,6 +111,10 @@ def _at_least(least: int) -> Callable[[Any], bool]:
 def _within(low: float, high: float) -> Callable[[Any], bool]:
     """Tests for a number of Python or numpy; a bool is refused, though it is an int."""
     return lambda x: isinstance(x, Real) and not isinstance(x, bool) and low <= float(x) <= high
+
+
+def _is_infinite(x: Any) -> bool:
+    return isinstance(x, Real) and float(x) == math.inf
 
 
 def _are_blocks(x: Any) -> bool:

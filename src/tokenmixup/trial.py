@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from tokenmixup.attention import AttentionMap
 from tokenmixup.block import (
@@ -49,7 +49,6 @@ BESIDE = (
     "positions VTM serves the rotary ones that a block gets as rope=, one tensor"
 )
 RUNS_TWICE = "which HTM and VTM run more than once: do that behind it or outside of the block"
-STREAM = "HTM cannot mix a second stream of the samples' tokens"
 Result = TypeVar("Result")
 
 
@@ -61,7 +60,9 @@ def prove_block(plan: Plan, entry: BlockInput) -> Sight:
     """
     generators = generators_of(entry.tokens.device)
     eager = torch.compiler.set_stance("force_eager")  # compiles nothing for these runs
-    with eager, unchanged(plan.block, *generators):
+    steps = 0 if plan.htm is None else plan.htm.rollout_steps
+    blocks = [each.module for each in plan.blocks[: 1 + steps]]  # which run
+    with eager, unchanged(*blocks, *generators):
         for generator in generators:
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(0)  # what is proved is no matter of chance
@@ -74,11 +75,11 @@ def prove_block(plan: Plan, entry: BlockInput) -> Sight:
 
 def _draw_parameters(block: nn.Module) -> None:
     """Draws parameters around their values, of the size that layers begin with."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     for parameter in block.parameters():
         if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
             continue  # the numbers of a quantised one mean something else
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
         size = 1.0
         matrix = parameter.squeeze()
         if matrix.ndim > 1:  # or a kernel
@@ -138,7 +139,7 @@ class Trial:
     """A block, and its properties."""
 
     def __init__(self, plan: Plan, entry: BlockInput):
-        assert plan.tried is not None  # else nothing is to be proved
+        assert plan.proved_by is not None  # else nothing is to be proved
         self.block = plan.block
         self.evaluates = False  # in all runs
         self.plan = plan
@@ -193,8 +194,6 @@ class Trial:
         return self.prove_in_its_mode()
 
     def prove_in_its_mode(self) -> Sight:
-        if self.plan.htm is not None:
-            self.has_one_stream()
         if self.plan.adapter.attends_to_all and self.entry.num_tokens >= LEAST_TOKENS:
             self.attention_is_of_tokens()
         self.state_is_of_one_run()
@@ -215,16 +214,6 @@ class Trial:
             self.refuse(f"tried {how}, it fails: {type(error).__name__} {first_line}", error)
         finally:
             self.kept.put_back()
-
-    def has_one_stream(self) -> None:
-        """Refuses further tokens of each sample, which would stay where its own are replaced."""
-        shape = self.entry.flat_tokens.shape[:2]
-        for x in tree_leaves([self.entry.args[1:], self.entry.kwargs]):
-            if not isinstance(x, Tensor) or x.ndim < 3 or x.shape[:2] != shape:
-                continue
-            is_mask = x.shape[-1] == shape[1]  # b n n
-            if not is_mask and not torch.equal(x, x[:1].expand_as(x)):
-                self.refuse(f"gets {list(x.shape)} beside its tokens: {STREAM}")
 
     def attention_is_of_tokens(self) -> None:
         """Finds the one call of the block that is attention over its tokens."""
@@ -312,7 +301,7 @@ class Trial:
         """Runs a block as HTM and VTM do in front of its own run, which then draws as alone."""
         with unchanged(*self.entry.sight.generators):
             if self.plan.htm is not None:
-                cast(Detector, self.plan.tried)(self.entry_of(self.x))
+                cast(Detector, self.plan.proved_by)(self.entry_of(self.x))
             if self.plan.vtm is not None:
                 self.keys_alone()
 
@@ -328,7 +317,7 @@ class Trial:
     def of_first_sample(self, tokens: Tensor, memory: Tensor) -> list[Tensor]:
         """Returns its saliency; with VTM, also the block's output, and the gradients of both."""
         entry = self.entry_of(tokens)
-        found = [self.run("as it is", lambda: cast(Detector, self.plan.tried)(entry))]
+        found = [self.run("as it is", lambda: cast(Detector, self.plan.proved_by)(entry))]
         if self.plan.vtm is not None:
             found += self.run("with a memory", lambda: self.with_memory(tokens, memory))
         return [x.detach()[:1] for x in found]
@@ -350,10 +339,10 @@ class Trial:
         Random layers draw for as many tokens as there are. So what draws is compared in evaluation,
         and in its own mode beside other tokens.
         """
-        evaluates = bool(self.entry.sight.generators)
-        alone = self.run("on a memory", self.keys_alone, evaluates)
-        self.compare(alone, self.keys_in(self.x, evaluates), BESIDE)
-        if evaluates:
+        draws = bool(self.entry.sight.generators)
+        alone = self.run("on a memory", self.keys_alone, evaluates=draws)
+        self.compare(alone, self.keys_in(self.x, evaluates=draws), BESIDE)
+        if draws:
             is_kept = torch.zeros_like(self.x[..., :1]).scatter(1, self.indices[..., None], 1) > 0
             is_kept[:, : self.prefix] = True
             # all others are one token: what is summed over them does not cancel out

@@ -77,6 +77,8 @@ def test_an_example_trains_three_steps_is_evaluated_and_exported(name: str):
     assert mine.evaluation()["top1"] == mine.summary["top1_last"]
     assert_succeeded(evaluate("run=outputs/mine", named, "export=mine.safetensors"))
     source = dict(word.split("=") for word in named).get("model.source")
+    if source is not None:  # another data set beside the code of one's model
+        assert_succeeded(evaluate("run=outputs/mine", named, "dataset=digits"), "of digits")
     model, _, classes = load_run("outputs/mine", source=source)
     assert len(classes) == 10
     assert not model.training

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from reproduction.reporting.drawing import draw_mixed_samples
 from tests.doors import (
     ROOT,
     SHORT,
@@ -292,3 +293,9 @@ def test_every_script_starts_as_a_module(path: Path):
 def test_look_refuses_in_a_line(words: list[str], part: str):
     trained(SMALL, "augmentation=[]", "recipe.max_steps=1", name="plain", root=".")
     assert_refused(script("look", words), part)
+
+
+def test_mixing_is_drawn_of_steps_after_its_end_alone(here: Path):
+    steps = pd.DataFrame([{"step": 3, "epoch": 2, "easy_samples": 0}])
+    draw_mixed_samples(Path("mixed.svg"), steps, batch_size=8)
+    assert Path("mixed.svg").exists()

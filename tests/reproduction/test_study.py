@@ -166,9 +166,12 @@ def test_the_last_word_counts_and_a_scale_has_its_own_folder():
 def test_at_smoke_scale_htm_mixes_all_if_the_words_of_the_command_leave_it_in(stack: str):
     """The study has no HTM, or has it: what SET chooses counts."""
     rows = {"slow": ["recipe.lr=0.001"], "fast": ["recipe.lr=0.01"]}
-    Path("three.yaml").write_text(yaml.safe_dump(yaml.safe_load(STUDY) | {"rows": rows}))
+    study = yaml.safe_load(STUDY) | {"rows": rows, "looks": {9: 0.05}}  # of the study's own runs
+    Path("three.yaml").write_text(yaml.safe_dump(study))
     words = ("scale=smoke", f"augmentation=[{stack}]", "recipe.max_steps=1")
-    assert_succeeded(script("reproduce", "three.yaml", words))
+    result = script("reproduce", "three.yaml", words)
+    assert_succeeded(result, "2 of 2 runs")
+    assert "without a finished run" not in result.out
     runs = list(Path("outputs/smoke").glob("three-*"))
     assert len(runs) == 2
     for run in runs:
@@ -240,6 +243,8 @@ def test_a_study_that_is_wrong_is_refused_in_a_line(changes: str, part: str):
 def test_two_rows_of_one_name_are_refused():
     Path("mine.yaml").write_text(STUDY.replace("  htm:", "  plain:"))
     assert_refused(script("reproduce", "mine.yaml"), "plain")
+    write_study("mine.yaml", "rows: {lr=1: [recipe.epochs=3], a: ['recipe.lr=1,2']}")
+    assert_refused(script("reproduce", "mine.yaml"), "2 of them are called lr=1")
 
 
 def reproduce(*words: Words, status: int = 0) -> str:

@@ -17,6 +17,8 @@ import pytest
 import yaml
 from scipy.stats import ttest_1samp
 
+from reproduction.studies import runs as studies
+from reproduction.studies.statistics import Row, lines_of
 from tests.doors import (
     SMALL,
     Run,
@@ -504,6 +506,18 @@ def test_a_look_is_at_whole_seeds_in_their_order(losses: dict[str, dict[int, flo
     assert re.search(rf"\| a +\| +2 \| +{mean:.3f} ", page)
     page = published("a-4", "none-4")
     assert "4 seeds are whole, this is the look at 4, seeds 1 to 4" in page
+
+
+def test_a_row_counts_the_runs_that_have_its_outcome():
+    """A metric of one's own may be in some of them alone."""
+    found = [{"top1 on test": 50.0, "f1 on test": 0.1}, {"top1 on test": 60.0}]
+    told: Any = {"status": "finished", "status_text": "finished"}
+    runs = [
+        studies.Run(path=Path(str(seed)), seed=seed, numbers=numbers, **told)
+        for seed, numbers in enumerate(found)
+    ]
+    (line,) = lines_of([Row(key="a", heads={})], runs, studies.outcome_of("f1 on test"))
+    assert line.n == 1
 
 
 OWN_IMAGES = {"dataset.name": "own", "dataset.root": "images"}

@@ -13,6 +13,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from timm.models.pvt_v2 import PyramidVisionTransformerV2
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -496,3 +497,12 @@ def test_the_page_lists_the_models_that_are_served():
     for name, kind in KINDS.items():
         (row,) = (row for row in rows if f"{kind.listed}`" in row or f" {kind.listed}," in row)
         assert row.endswith(ends[name in WITH_MEMORY]), name
+
+
+def test_keys_that_a_pvt_pools_to_a_square_are_of_an_oblong_image_too():
+    sizes = {"depths": (1,) * 4, "embed_dims": (8, 16, 16, 16), "num_heads": (1,) * 4}
+    model = PyramidVisionTransformerV2(linear=True, num_classes=CLASSES, **sizes)
+    module = attach(model, CLASSES, htm={"layer": 1, "tau": float("inf"), "rho": 0.0}).train()
+    output = module(torch.randn(4, 3, 128, 64), torch.eye(CLASSES)[:4])
+    assert output.mask.shape == (4, 16 * 8)
+    assert output.mask.any()

@@ -275,6 +275,31 @@ def test_a_proof_leaves_nothing_of_its_runs(monkeypatch: pytest.MonkeyPatch):
     assert_close(left[0], left[1], rtol=0, atol=0)
 
 
+class Counting(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = 0
+
+    def mlp(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return super().mlp(x)
+
+
+def test_a_proof_by_rollout_leaves_later_blocks_as_they_were():
+    model = model_of(Block)
+    later = model.blocks[2] = Counting()
+    htm = {**HTM, "layer": 1, "rollout_steps": 1}
+    module = attach(model, CLASSES, adapter=ADAPTER, htm=htm).train()
+    module(*BATCH)
+    assert later.runs == 2  # by rollout, and itself
+
+
+def test_a_proof_takes_no_notice_of_the_default_device():
+    module = attached(Block, htm=HTM)
+    with torch.device("meta"):
+        assert module(*BATCH).mask.any()
+
+
 class Averaging(Block):
     """Averages behind its attention."""
 
@@ -526,8 +551,11 @@ SECOND_STREAM = "block 2 .*second stream"
     ],
     ids=["masks", "positions", "tokens"],
 )
-def test_htm_refuses_a_stream_that_it_would_not_mix(kind: Any, given: Tensor, told: str):
-    module = attached(kind, Given, htm=HTM)
+@pytest.mark.parametrize("detector", ["attention", "gradient"])
+def test_htm_refuses_a_stream_that_it_would_not_mix(
+    kind: Any, given: Tensor, told: str, detector: str
+):
+    module = attached(kind, Given, htm={**HTM, "detector": detector})
     module.model.given = given
     with refused(told) if told else nullcontext():
         assert module(*BATCH).mask.any()

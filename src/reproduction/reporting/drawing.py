@@ -54,9 +54,11 @@ def figure(path: Path, *grid: int, figsize: tuple[float, float], **settings: Any
 def draw_mixed_samples(path: Path, steps: pd.DataFrame, batch_size: int) -> None:
     """Draws difficulty and mixed samples per batch over training, as in the paper's Figure 4.
 
-    `steps` may lack what an earlier revision did not count: mixed samples and their tokens.
+    `steps` may lack what an earlier revision did not count, mixed samples and their tokens, and the
+    difficulty, if all are of after the end of mixing.
     """
-    steps = steps.reindex(columns=[*{*steps.columns, "mixed_samples", "mixed_tokens"}])
+    counted = ("difficulty", "mixed_samples", "mixed_tokens")
+    steps = steps.reindex(columns=[*{*steps.columns, *counted}])
     with figure(path, 3, 1, figsize=(6, 6), sharex=True) as (difficulty, samples, tokens):
         epochs = steps.dropna(subset="difficulty").groupby("epoch")  # before off_epoch
         middle = epochs.step.mean()

@@ -55,7 +55,7 @@ def study_table(part: Part, runs: Sequence[Run], outputs: Path) -> Table:
     chosen = counted([run for run in runs if run.row_hash in row_hashes and run.seed in part.seeds])
     shown = chosen.runs
     notes = [*study.notes]
-    if study.looks and not part.more:
+    if study.looks and not part.about:  # which other runs have
         seeds, note = look(study, len(row_hashes), chosen.runs)
         shown = [run for run in chosen.runs if run.seed in seeds]
         notes.insert(0, note)
@@ -181,7 +181,7 @@ def look(study: Study, num_rows: int, runs: Sequence[Run]) -> tuple[Sequence[int
 # settings of its methods.
 NAMES = ("model.name", "dataset.name", STACK_KEY)
 METHODS = "augmentation."  # group of what is mixed, which is shown even if it comes with a name
-FREE = "options."  # in a key of a group that may have any
+IN_OPTIONS = "options."  # in a key of a group that may have any
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Settings:
         groups = {key.rpartition(".")[0] for key in found}
         values: dict[str, dict[str, Any]] = {}
         for key in found:
-            missing = Missing.ABSENT if FREE in key else Missing.DOES_NOT_APPLY
+            missing = Missing.ABSENT if IN_OPTIONS in key else Missing.DOES_NOT_APPLY
             if key not in groups:
                 values[key] = {row: x.get(key, missing) for row, x in self.by_row.items()}
         return values
@@ -228,7 +228,7 @@ class Settings:
             owners = [head for head in heads if self.follows(key, head)]
             if not owners or key.startswith(METHODS):
                 heads.append(key)
-            elif owners[0] not in NAMES:
+            elif owners[0] not in NAMES:  # else the name tells it already
                 following.append(key)
         for key, values in self.values.items():
             shown = {repr([self.values[head][row] for head in heads]) for row in self.by_row}
@@ -273,8 +273,9 @@ class Settings:
             having = [row for row, x in self.values[known[0]].items() if value_text(x) == text]
         if len(having) in (0, len(self.by_row)):
             heads, _ = self.heads
-            each = {f"{key}={value_text(x)}": 0 for key in heads for x in self.values[key].values()}
-            raise UserError(f"against={against}: must be one of {', '.join(each) or 'none'}")
+            each = [f"{key}={value_text(x)}" for key in heads for x in self.values[key].values()]
+            allowed = ", ".join(dict.fromkeys(each)) or "none"
+            raise UserError(f"against={against}: must be one of {allowed}")
         bases: dict[str, str | None] = {}
         for row in self.by_row:
             fitting = [base for base in having if self.differ_in(row, base) == {known[0]}]
@@ -338,7 +339,7 @@ def table_of(settings: Settings, runs: Sequence[Run], against: str | None = None
     notes = []
     common = [name for name in NAMES if name not in heads]
     if common:
-        (first, *_) = settings.by_row
+        first = next(iter(settings.by_row))
         notes.append(", ".join(value_text(settings.values[name][first]) for name in common))
     if following:
         notes.append(f"differs as well: {', '.join(following)}")

@@ -63,7 +63,8 @@ class Line:
 
     @property
     def n(self) -> int:
-        return len(self.runs)
+        """How many runs have its outcome."""
+        return len(self.judged)
 
     def values(self, name: str) -> pd.Series:
         """Returns an outcome or a measure, by seed."""

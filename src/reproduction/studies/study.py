@@ -195,12 +195,12 @@ class Cell:
 
 def cells(name: str, study: Study) -> list[Cell]:
     """Returns what is trained of a study, which was typed by this name."""
-    points = {row: expand(study.overrides + study.rows[row].overrides) for row in study.rows}
-    num_sweeps = sum(len(each) > 1 for each in points.values())
+    expanded = {row: expand(study.overrides + study.rows[row].overrides) for row in study.rows}
+    num_sweeps = sum(len(points) > 1 for points in expanded.values())
     found = []
-    for row, each in points.items():
-        differ = [len({*words}) > 1 for words in zip(*each, strict=True)]
-        for words in each:
+    for row, points in expanded.items():
+        differ = [len({*words}) > 1 for words in zip(*points, strict=True)]
+        for words in points:
             swept = [word for word, differs in zip(words, differ, strict=True) if differs]
             parts = swept_texts(swept)
             if not swept or num_sweeps > 1:
@@ -230,18 +230,18 @@ def short_names(keys: Sequence[str]) -> list[str]:
     return names
 
 
-def comparisons(each: Sequence[Cell]) -> dict[str, str]:
+def comparisons(trained: Sequence[Cell]) -> dict[str, str]:
     """Returns the label of the cell that each one is compared with, by its own label.
 
     A row is compared with one that is no sweep, or with the point of the same values of a sweep.
     ValueError for a comparison that cannot be made.
     """
     pairs = {}
-    for cell in each:
+    for cell in trained:
         against = cell.told.against
         if against is None:
             continue
-        bases = [base for base in each if base.row == against]
+        bases = [base for base in trained if base.row == against]
         fitting = [base for base in bases if base.values in ({}, cell.values)]
         if not fitting:
             rule = "is a sweep, and a sweep is compared with one over the same values"
@@ -339,9 +339,9 @@ def planned(
         part, runs = part_of(study_name, study, seeds, scale, [readable(word) for word in more])
         has_all_rows = name in ("all", study_name)
         parts.append(replace(part, has_all_rows=has_all_rows))
-        for each in runs:
-            points.setdefault(run_hash(each.config), each)
-    return sorted(points.values(), key=lambda each: each.config.seed), parts
+        for point in runs:
+            points.setdefault(run_hash(point.config), point)
+    return sorted(points.values(), key=lambda point: point.config.seed), parts
 
 
 def part_of(
@@ -349,15 +349,18 @@ def part_of(
 ) -> tuple[Part, list[Point]]:
     """Returns a study with all its runs."""
     check_overrides(study, more)
-    each = cells(name, study)
+    trained = cells(name, study)
+    label, number = Counter(cell.label for cell in trained).most_common(1)[0]
+    if number > 1:
+        raise UserError(f"{name}: rows: {number} of them are called {label.partition('/')[2]}")
     try:
-        pairs = comparisons(each)
+        pairs = comparisons(trained)
     except ValueError as error:
         raise UserError(f"{name}: {error}") from error
     chosen = seeds_of(study, seeds, scale)
     points = []
     configs = {}
-    for cell in each:
+    for cell in trained:
         words = words_of(cell, study, scale, more)
         of_cell = [planned_point([*words, f"seed={x}", "resume=auto"], cell.label) for x in chosen]
         configs[cell.label] = of_cell[0].config
@@ -370,7 +373,7 @@ def part_of(
             raise UserError(f"tested={study.tested}: {reason}")
     changes = [word for word in more if changes_result(key_of(word))]
     if changes:
-        check_rows(each, study, scale, configs, changes)
+        check_rows(trained, study, scale, configs, changes)
     shown = study
     if changes or scale == SMOKE:
         shown = unprinted(study)
@@ -382,7 +385,7 @@ def part_of(
         study=shown,
         has_all_rows=True,
         scale=scale,
-        cells=[replace(cell, told=shown.rows[cell.row]) for cell in each],
+        cells=[replace(cell, told=shown.rows[cell.row]) for cell in trained],
         pairs=pairs,
         configs=configs,
         seeds=chosen,
@@ -442,14 +445,14 @@ def overlap(key: str, other: str) -> bool:
 
 
 def check_rows(
-    each: Sequence[Cell],
+    trained: Sequence[Cell],
     study: Study,
     scale: str,
     configs: Mapping[str, Config],
     changes: Sequence[str],
 ) -> None:
     """Raises UserError if overrides make one run of two rows."""
-    for cell, other in combinations(each, 2):
+    for cell, other in combinations(trained, 2):
         if row_hash(configs[cell.label]) != row_hash(configs[other.label]):
             continue
         ours, theirs = (compose(words_of(x, study, scale, [])) for x in (cell, other))

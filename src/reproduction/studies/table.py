@@ -159,7 +159,7 @@ COLUMNS = [
     Column("selected [%]", mean_of("top1_selected", ".2f"), is_main),
     Column("tokens of easy", mean_of("easy_tokens", ".1f"), is_main),
     Column("tokens of mixed", mean_of("mixed_tokens", ".1f"), is_main),
-    Column("hours", lambda line: hours(line.n * line.mean_of("seconds"), 1), is_main),
+    Column("hours", lambda line: hours(line.values("seconds").sum(), 1), is_main),
     Column("status", lambda line: line.row.status_text or NOTHING, is_main),
 ]
 TITLES = {column.title for column in COLUMNS}

@@ -103,8 +103,10 @@ def train_epoch(run: TrainingRun, state: RunState, pace: metrics.Pace) -> None:
     trainer.begin_epoch(state.epoch)
     if len(state.sums) == state.epoch:  # else resumed within the epoch
         state.sums.append(metrics.Sums())
-    upcoming, run.upcoming = run.upcoming, None
-    loaded = islice(upcoming or load(run, state.epoch, done), left)
+    loading, run.upcoming = run.upcoming, None
+    if loading is None:
+        loading = load(run, state.epoch, done)
+    loaded = islice(loading, left)
     run.batch_metrics.restart_clock()
     for images, classes in progress(run.stop.while_waiting(loaded), task, total, done):
         size = batches.global_size(trainer.step % len(batches))  # `step` is still this batch's

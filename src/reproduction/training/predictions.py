@@ -98,8 +98,8 @@ def data_for(weights: Weights, config: Config, images: Path | None) -> Data:
 
 def gathered(batches: list[Predicted], world: World, data: Data) -> Predictions:
     """Returns the predictions of all ranks, each of which has those of its batches."""
-    ours = [torch.cat(parts).cpu().numpy() for parts in zip(*batches, strict=True)]
-    by_rank = [arrays for arrays in world.gather(ours) if arrays]  # few images: the first ranks
+    of_rank = [torch.cat(parts).cpu().numpy() for parts in zip(*batches, strict=True)]
+    by_rank = [arrays for arrays in world.gather(of_rank) if arrays]  # few images: the first ranks
     number = len(data.held_out)
     columns = []
     for parts in zip(*by_rank, strict=True):
