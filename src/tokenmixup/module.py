@@ -263,11 +263,10 @@ class TokenMixup(nn.Module):
         blocks = blocks_of(self.model, adapter)
         check_layers(self._mixing, self.model, blocks, adapter)
         touched = self._mixing.touched()
-        modules = [module for index in touched for module in blocks[index].modules()]
         embedding = patch_embed_of(self.model, adapter) if touched else None
         device = next(self.model.parameters()).device
         seen = [type(self), adapter, self.detect, self.checkpoint_blocks, device]
-        seen += state_of(modules)
+        seen += state_of([blocks[index] for index in touched])
         for module in (self.model, *blocks, embedding):  # FSDP changes types
             seen += [module, type(module), getattr(module, "forward", None)]
         if seen == self._settled.seen:  # keeps the plans, whose identity torch.compile guards
@@ -277,6 +276,7 @@ class TokenMixup(nn.Module):
         can_run = can_run_alone(self.model, device)
         plans = {index: self._plan(index, blocks, can_run) for index in touched}
         stand_ins = self._stand_ins(blocks, plans, embedding)
+        modules = [module for index in touched for module in blocks[index].modules()]
         self._settled = Settled(seen, blocks, modules, plans, stand_ins, sights={})
 
     def _stand_ins(
