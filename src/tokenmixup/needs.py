@@ -7,7 +7,7 @@ from torch import nn
 
 from tokenmixup.adapters import Adapter, has_class_token, width_of
 from tokenmixup.block import Detector
-from tokenmixup.saliency import takes_gradient
+from tokenmixup.saliency import name_of, takes_gradient
 from tokenmixup.settings import HTM, VTM, ManifoldMixup
 
 OWN_ROPE = ("rope_mixed", "rope_is_mixed")  # of timm's models: positions of each block's own
@@ -82,7 +82,7 @@ def check_needs(
             need(key, "blocks that share their rotary positions", shares_rope)
             need(key, "parameters without FSDP", is_whole)
     if mixing.htm and takes_gradient(detect):
-        detector = f"detector={getattr(detect, '__name__', detect)}".replace("=by_", "=")
+        detector = f"detector={name_of(detect)}"
         need(f"htm.{detector}", "tokens row by row", adapter.in_rows)
         need(f"htm.{detector}", "parameters without FSDP", is_whole)
         layers = [*mixing.htm]

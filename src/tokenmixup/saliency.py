@@ -6,6 +6,7 @@ Letters: b batch, h heads, n tokens with prefix, t spatial tokens; of an image h
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from tokenmixup.block import (
 )
 from tokenmixup.contexts import evaluating, without_autocast
 from tokenmixup.rules import rule_of
-from tokenmixup.settings import HTM
+from tokenmixup.settings import HTM, RULES
 from tokenmixup.watch import Sight
 
 
@@ -185,6 +186,14 @@ def detector_of(htm: HTM) -> Detector:
 def takes_gradient(detector: Any) -> bool:
     """Whether a detector states that it needs the input gradient, of the unmixed batch."""
     return getattr(detector, "takes_gradient", False)
+
+
+def name_of(detector: Any) -> str:
+    """Returns the name by which settings choose a detector of ours, or that of a function."""
+    for name, path in RULES["detector"].items():
+        if resolve_name(path) is detector:
+            return name
+    return getattr(detector, "__name__", str(detector))
 
 
 def reads_map(detector: Any) -> bool:

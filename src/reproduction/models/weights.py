@@ -152,5 +152,5 @@ def load_state(origin: str, state: State, model: nn.Module) -> None:
     try:
         model.load_state_dict(state, assign=next(model.parameters()).is_meta)
     except RuntimeError as error:
-        _, _, reason = str(error).partition("\n")  # after the name of the class
-        raise UserError(f"{origin}: does not fit the model: {reason}") from error
+        title, _, reason = str(error).partition("\n")  # the title names the class alone
+        raise UserError(f"{origin}: does not fit the model: {reason or title}") from error
