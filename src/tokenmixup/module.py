@@ -56,7 +56,16 @@ from tokenmixup.manifold import ManifoldMix, draw_manifold_mix
 from tokenmixup.needs import Mixing, check_layers, check_needs
 from tokenmixup.output import Output
 from tokenmixup.passes import Pass, run_in_pass
-from tokenmixup.prove import Sights, are_proved, can_run_alone, check_block, mode_of, state_of
+from tokenmixup.prove import (
+    Sights,
+    are_proved,
+    can_run_alone,
+    check_block,
+    is_unchanged,
+    mode_of,
+    modules_of,
+    state_of,
+)
 from tokenmixup.rules import rules_of
 from tokenmixup.saliency import (
     Detector,
@@ -81,17 +90,18 @@ class StandIn(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """What is known of a model, as long as it is what was `seen`."""
+    """What is known of a model, as long as it is what was `seen`, and its blocks' `state`."""
 
     seen: list[Any]
     blocks: list[nn.Module]
-    modules: list[nn.Module]  # all of the blocks that something touches
+    modules: list[nn.Module]  # of the blocks that something touches
+    state: list[Any]  # of these modules
     plans: dict[int, Plan]  # by index, of the blocks that something touches
     stand_ins: list[StandIn]
     sights: dict[Any, Sights]  # by the mode of training
 
 
-NOTHING = Settled(seen=[], blocks=[], modules=[], plans={}, stand_ins=[], sights={})
+NOTHING = Settled([], [], [], [], plans={}, stand_ins=[], sights={})
 
 
 class Begun(NamedTuple):
@@ -261,23 +271,24 @@ class TokenMixup(nn.Module):
         """
         adapter = self._given_adapter or checked_adapter_of(self.model)
         blocks = blocks_of(self.model, adapter)
-        check_layers(self._mixing, self.model, blocks, adapter)
-        touched = self._mixing.touched()
-        embedding = patch_embed_of(self.model, adapter) if touched else None
+        embedding = patch_embed_of(self.model, adapter)
         device = next(self.model.parameters()).device
         seen = [type(self), adapter, self.detect, self.checkpoint_blocks, device]
-        seen += state_of([blocks[index] for index in touched])
         for module in (self.model, *blocks, embedding):  # FSDP changes types
             seen += [module, type(module), getattr(module, "forward", None)]
-        if seen == self._settled.seen:  # keeps the plans, whose identity torch.compile guards
-            return
+        settled = self._settled
+        if seen == settled.seen and is_unchanged(settled.modules, settled.state):
+            return  # keeps the plans, whose identity torch.compile guards
+        check_layers(self._mixing, self.model, blocks, adapter)
         check_needs(self._mixing, self.detect, self.model, adapter, is_whole=not is_sharded(self))
         self.adapter = adapter
         can_run = can_run_alone(self.model, device)
+        touched = self._mixing.touched()
         plans = {index: self._plan(index, blocks, can_run) for index in touched}
         stand_ins = self._stand_ins(blocks, plans, embedding)
-        modules = [module for index in touched for module in blocks[index].modules()]
-        self._settled = Settled(seen, blocks, modules, plans, stand_ins, sights={})
+        modules = modules_of(blocks[index] for index in touched)
+        state = state_of(modules)
+        self._settled = Settled(seen, blocks, modules, state, plans, stand_ins, sights={})
 
     def _stand_ins(
         self, blocks: Sequence[nn.Module], plans: Mapping[int, Plan], embedding: nn.Module | None
@@ -289,7 +300,7 @@ class TokenMixup(nn.Module):
                 runs[block] = partial(run_in_pass, self._running, Pass.run_block, plans[index])
             elif self.checkpoint_blocks:
                 runs[block] = partial(checkpoint, plain_forward(block), use_reentrant=False)
-        if embedding is not None:
+        if plans and embedding is not None:
             part = PlainModule(embedding, plain_forward(embedding))
             runs[embedding] = partial(run_in_pass, self._running, Pass.embed, part)
         return [StandIn(x, vars(x).get("forward"), run) for x, run in runs.items()]

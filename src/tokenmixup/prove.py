@@ -5,8 +5,9 @@ properties of `trial.py`.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from tokenmixup.trial import dtype_of, prove_block
 from tokenmixup.watch import Sight
 
 STREAM = "HTM cannot mix a second stream of the samples' tokens"
+# of each module of a block: what a proof holds for
+PROVED = attrgetter("__class__", "forward", "_modules", "_forward_pre_hooks", "_forward_hooks")
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
 NOT_PROVED = "TokenMixup proves nothing of blocks under fully_shard: train a batch before sharding"
 COMPILED = "compiled, it gets arguments for which it is not proved: train an uncompiled batch first"
@@ -75,21 +78,20 @@ def can_run_alone(model: nn.Module, device: torch.device) -> bool:
     return device.type != "meta"
 
 
-def state_of(blocks: Sequence[nn.Module]) -> list[Any]:
+def modules_of(blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """Returns the modules of blocks which can become others; what is scripted cannot."""
+    modules = [module for block in blocks for module in block.modules()]
+    return [x for x in modules if not isinstance(x, torch.jit.ScriptModule)]
+
+
+def state_of(modules: Iterable[nn.Module]) -> list[Any]:
     """Returns what a proof holds for: any module of a block may be replaced at any time."""
-    state: list[Any] = []
-    known = set[nn.Module]()
-    due: list[nn.Module | None] = [*blocks]
-    while due:  # twice as fast as `modules()`, and every pass waits for it
-        module = due.pop()
-        if module is None or module in known:
-            continue
-        known.add(module)
-        state += (module, type(module), module.forward)
-        state += module._forward_pre_hooks.values()
-        state += module._forward_hooks.values()
-        due += module._modules.values()
-    return state
+    return [(kind, run, *map(dict, held)) for kind, run, *held in map(PROVED, modules)]
+
+
+def is_unchanged(modules: Iterable[nn.Module], state: Sequence[Any]) -> bool:
+    """Whether `state_of` modules is still the same; every pass waits for the answer."""
+    return [*map(PROVED, modules)] == state
 
 
 def kinds_of(given: Any) -> Any:
@@ -107,7 +109,7 @@ def kinds_of(given: Any) -> Any:
 
 def mode_of(modules: Sequence[nn.Module], images: Tensor) -> Any:
     """Returns how the modules of blocks are to train."""
-    modes = tuple(module.training for module in modules)
+    modes = tuple(map(attrgetter("training"), modules))
     is_single = len(images) == 1  # there are no others, of which it could be independent
     return modes, is_single, torch.is_grad_enabled(), dtype_of(images)
 
