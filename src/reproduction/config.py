@@ -6,8 +6,7 @@ manifold mixup are the library's classes, which check themselves.
 
 import dataclasses
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -450,25 +449,32 @@ def check_new(config: Config) -> None:
         raise UserError(f"recipe.warmup_epochs={recipe.warmup_epochs}: {rule}")
 
 
-# Of the place of an error these are no keys: families of models, types of a union, and what
-# pydantic calls its own steps, such as `function-after[...]`.
-NO_KEY = re.compile(r"cct|vit|library|custom|own|int|bool|.*\W.*")
-
-
 def validated(kind: type[Kind], raw: Any) -> Kind:
     """Returns plain values as a class of settings types them; UserError names each bad key."""
     try:
         return TypeAdapter(kind).validate_python(raw)
     except ValidationError as error:
-        raise UserError("; ".join(_told(mistake) for mistake in error.errors())) from None
+        raise UserError("; ".join(_told(mistake, raw) for mistake in error.errors())) from None
 
 
-def _told(mistake: Any) -> str:
-    """Says of one of pydantic's errors: `key=value: what is allowed`.
+def _keys(place: Sequence[str | int], raw: Any) -> Iterator[str]:
+    """Yields the keys of `raw` in the place of an error, which also names types and steps."""
+    for part in place:
+        is_index = isinstance(raw, list) and isinstance(part, int)
+        if is_index or (isinstance(raw, Mapping) and part in raw):
+            yield str(part)
+            raw = raw[part]
+
+
+def _told(mistake: Any, raw: Any) -> str:
+    """Says of one of pydantic's errors in `raw`: `key=value: what is allowed`.
 
     A message of ours that does not begin with `must` names its keys itself.
     """
-    key = ".".join(str(x) for x in mistake["loc"] if not NO_KEY.fullmatch(str(x)))
+    keys = [*_keys(mistake["loc"], raw)]
+    if mistake["type"] == "missing":
+        keys.append(mistake["loc"][-1])
+    key = ".".join(keys)
     text = mistake["msg"].removeprefix("Value error, ")
     if mistake["type"] == "missing":
         return f"{key}: no value is set"

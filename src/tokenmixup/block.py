@@ -57,6 +57,7 @@ class Plan:
     htm: HTM | None
     detect: "Detector"  # HTM's
     vtm: VTM | None
+    is_mixed: bool  # whether HTM or manifold mixup changes the tokens that enter
     is_source: bool  # whether a later layer of VTM gets tokens of this block
     proved_by: "Detector | None"  # the detector that `trial.py` tries out on this block
 

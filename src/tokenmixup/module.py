@@ -308,6 +308,7 @@ class TokenMixup(nn.Module):
     def _plan(self, index: int, blocks: Sequence[nn.Module], can_run: bool) -> Plan:
         htm = self._mixing.htm.get(index)
         vtm = self._mixing.vtm.get(index)
+        manifold = self._mixing.manifold
         is_source = index in self._mixing.sources()
         proved_by: Detector | None = None  # a user's own is not
         if htm is not None and reads_map(self.detect):
@@ -322,6 +323,7 @@ class TokenMixup(nn.Module):
             htm=htm,
             detect=self.detect,
             vtm=vtm,
+            is_mixed=htm is not None or (manifold is not None and index in manifold.layers),
             is_source=is_source,
             proved_by=proved_by if can_run else None,
         )

@@ -20,7 +20,7 @@ from tokenmixup.block import BlockInput, Plan
 from tokenmixup.trial import dtype_of, prove_block
 from tokenmixup.watch import Sight
 
-STREAM = "HTM cannot mix a second stream of the samples' tokens"
+STREAM = "a second stream of the samples' tokens is not mixed"
 # of each module of a block: what a proof holds for
 PROVED = attrgetter("__class__", "forward", "_modules", "_forward_pre_hooks", "_forward_hooks")
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
@@ -46,17 +46,17 @@ def with_sight(sights: Sights, entry: BlockInput) -> BlockInput:
 
 
 def check_one_stream(entry: BlockInput) -> None:
-    """Raises ValueError for further tokens of each sample at a layer of HTM.
+    """Raises ValueError for further tokens of each sample at a layer that mixes its own.
 
-    They would stay where its own are replaced.
+    They would stay as they are.
     """
-    if entry.plan.htm is None or entry.tokens.is_meta:
+    if not entry.plan.is_mixed or entry.tokens.is_meta:
         return
-    shape = entry.flat_tokens.shape[:2]
+    b, n, d = entry.flat_tokens.shape
     for x in tree_leaves([entry.args[1:], entry.kwargs]):
-        if not isinstance(x, Tensor) or x.ndim < 3 or x.shape[:2] != shape:
+        if not isinstance(x, Tensor) or x.ndim < 3 or x.shape[:2] != (b, n):
             continue
-        is_mask = x.shape[-1] == shape[1]  # b n n
+        is_mask = x.shape[-1] == n and x.shape != (b, n, d)  # b n n
         if not is_mask and not torch.equal(x, x[:1].expand_as(x)):
             raise ValueError(f"{entry.name}: gets {list(x.shape)} beside its tokens: {STREAM}")
 

@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast, get_args
 
 LARGEST = 1e38  # bound of finite numbers, which must fit into float32
-SMALLEST = 1e-38  # of numbers > 0 there
+LEAST_ALPHA = 0.01  # below it torch draws other shares than those of the Beta distribution
 AUTO = "auto"
 
 Difficulty = Literal["paper", "excess"]
@@ -311,7 +311,9 @@ class ManifoldMixup(_Settings):
 
     key = "manifold_mixup"
 
-    alpha: float = _option("a number > 0", _within(SMALLEST, LARGEST), float, default=2.0)
+    alpha: float = _option(
+        f"a number >= {LEAST_ALPHA}", _within(LEAST_ALPHA, LARGEST), float, default=2.0
+    )
     layers: Sequence[int] = _option(
         "different integers >= 0", _are_blocks, _ints, default=(0, 1, 2)
     )

@@ -608,7 +608,7 @@ def test_htm_mixes_what_manifold_mixup_leaves_and_is_measured_by_its_targets(lay
     assert_close(both.score_loss, expected)
 
 
-@pytest.mark.parametrize("alpha", [0.2, 2.0])
+@pytest.mark.parametrize("alpha", [0.01, 0.2, 2.0])
 def test_manifold_mixups_share_follows_the_beta_distribution(alpha: float):
     torch.manual_seed(0)
     settings = {"alpha": alpha, "layers": [0]}

@@ -551,14 +551,22 @@ SECOND_STREAM = "block 2 .*second stream"
     ],
     ids=["masks", "positions", "tokens"],
 )
-@pytest.mark.parametrize("detector", ["attention", "gradient"])
-def test_htm_refuses_a_stream_that_it_would_not_mix(
-    kind: Any, given: Tensor, told: str, detector: str
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"htm": HTM},
+        {"htm": {**HTM, "detector": "gradient"}},
+        {"manifold_mixup": {"layers": [2]}},
+    ],
+    ids=["attention", "gradient", "manifold_mixup"],
+)
+def test_a_stream_that_would_not_be_mixed_is_refused(
+    kind: Any, given: Tensor, told: str, settings: Any
 ):
-    module = attached(kind, Given, htm={**HTM, "detector": detector})
+    module = attached(kind, Given, **settings)
     module.model.given = given
     with refused(told) if told else nullcontext():
-        assert module(*BATCH).mask.any()
+        assert not torch.equal(module(*BATCH).targets, BATCH[1])
 
 
 class Late(Block):

@@ -43,7 +43,7 @@ VALUES: dict[str, dict[str, list[Any]]] = {  # beside layer=1
         "kappa": [2.5, 0, [3, 1]],
         "class_token_offset": ["published"],
     },
-    "manifold_mixup": {"layers": [1, [], [1, 1], [9]], "alpha": [0.0, "1"]},
+    "manifold_mixup": {"layers": [1, [], [1, 1], [9]], "alpha": [0.0, 0.005, "1"]},
 }
 
 

@@ -1,13 +1,11 @@
 """The page of a table, in the report beside the runs: plots, figures, and its numbers as .csv."""
 
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
-from reproduction.config import LONGEST_NAME
-from reproduction.files import cut, write_text
+from reproduction.files import write_text
 from reproduction.studies.plots import draw_beside, draw_sweep
 from reproduction.studies.study import Part
 from reproduction.studies.table import REPORT, Table, as_markdown, frame_of
@@ -37,12 +35,10 @@ def write_page(table: Table, outputs: Path, part: Part | None = None) -> Path:
 
 def _plots(table: Table, folder: Path, part: Part | None) -> Iterator[str]:
     """Draws each main section: the values of a sweep, or a study beside the paper's values."""
-    for section in table.main_sections:
+    for number, section in enumerate(table.main_sections, start=1):
         if not section.finished:
             continue
-        title = re.sub(r"\W+", "-", section.title)
-        name = f"{table.name}-{title}".removesuffix("-")
-        path = folder / f"{cut(name, LONGEST_NAME)}.svg"
+        path = folder / f"{table.name}-{number}.svg"
         is_sweep = draw_sweep(path, section)
         if part is not None and not is_sweep:
             draw_beside(path, section)
