@@ -46,7 +46,7 @@ def file_of(path: str) -> str:
     return f"{file.name} with sha256 {sha256(file.read_bytes()).hexdigest()[:8]}"
 
 
-def line_of(error: Exception) -> str:
+def placed(error: Exception) -> str:
     """Returns the type of an error of any code, its message, and where it was raised."""
     place = extract_tb(error.__traceback__)[-1]
     return f"{first_line(error)} ({place.filename}:{place.lineno})"
@@ -137,5 +137,5 @@ class Door:
         except ModuleNotFoundError as error:
             raise UserError(f"{word}: {error}; {WHERE}") from error
         except Exception as error:  # from any code
-            told = line_of(error) if self.is_own(chosen) else first_line(error)
+            told = placed(error) if self.is_own(chosen) else first_line(error)
             raise of_library(error, word, told) from error

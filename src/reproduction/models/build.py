@@ -21,7 +21,7 @@ from reproduction.config import (
     Own,
     ViT,
 )
-from reproduction.door import Refused, line_of
+from reproduction.door import Refused, placed
 from reproduction.errors import UserError, first_line
 from reproduction.identity import own_code
 from reproduction.machine import keep_freed_memory
@@ -193,7 +193,7 @@ def try_pass(config: Config, num_classes: int) -> Trial:
         except Exception as error:
             if not words and not isinstance(error, ValueError | RuntimeError):
                 raise  # else of the settings, or of shapes
-            told = line_of(error) if words else f"{error}{advice_for(model, config.augmentation)}"
+            told = placed(error) if words else f"{error}{advice_for(model, config.augmentation)}"
             named = " ".join([f"model={model.name}", *words])
             raise UserError(f"{named}: {told}") from error
     load_initial_weights(model, module.model)

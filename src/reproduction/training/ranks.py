@@ -259,10 +259,10 @@ def as_rank(config: Config) -> Iterator[None]:
             yield
         except Exception as error:
             # No variable holds the new error: its traceback would hold this frame, and the model.
-            raise _told(ending(error, config)) from error
+            raise _after_the_others(ending(error, config)) from error
 
 
-def _told(end: OneLineError) -> OneLineError:
+def _after_the_others(end: OneLineError) -> OneLineError:
     """Returns the error. A rank of torchrun prints it, unless it is the first one's.
 
     Programs print that one. The other ranks wait before: the launcher ends them if the first one

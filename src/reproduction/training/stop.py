@@ -114,7 +114,7 @@ def ending(error: Exception, config: Config) -> OneLineError:
     while cause is not None:
         if isinstance(cause, dist.DistError) or "gloo/transport" in str(cause):
             return RankFailed(f"{step}another rank is gone ({first_line(cause)})")
-        line = line_of(cause, config)
+        line = explained(cause, config)
         if line is not None:
             return PlainError(f"{step}{line}")
         cause = cause.__cause__
@@ -125,18 +125,18 @@ def ending(error: Exception, config: Config) -> OneLineError:
     return PlainError(f"{step}{line}")
 
 
-def line_of(error: BaseException, config: Config) -> str | None:
+def explained(error: BaseException, config: Config) -> str | None:
     """What to say of an error that a run may meet; None of another one."""
     if isinstance(error, Diverged):
         return f"{error}; try {ADVICE}"
-    for explain in (of_memory, of_system, of_libraries):
+    for explain in (lack_of_memory, lack_of_machine, fault_of_library):
         line = explain(error, config)
         if line is not None:
             return line
     return None
 
 
-def of_memory(error: BaseException, config: Config) -> str | None:
+def lack_of_memory(error: BaseException, config: Config) -> str | None:
     """A lack of memory, on the GPU or on this machine."""
     is_gpu = isinstance(error, torch.OutOfMemoryError)
     is_host = isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate" in str(error)
@@ -150,7 +150,7 @@ def of_memory(error: BaseException, config: Config) -> str | None:
     )
 
 
-def of_system(error: BaseException, config: Config) -> str | None:
+def lack_of_machine(error: BaseException, config: Config) -> str | None:
     """What the machine lacks, and a run's folder that is gone; other files may be a bug's."""
     if not isinstance(error, OSError):
         return None
@@ -161,7 +161,7 @@ def of_system(error: BaseException, config: Config) -> str | None:
     return None
 
 
-def of_libraries(error: BaseException, config: Config) -> str | None:
+def fault_of_library(error: BaseException, config: Config) -> str | None:
     """A loader's worker that was killed, a limit of files, a model that cannot be compiled."""
     text = str(error).strip()
     if "DataLoader worker (pid" in text:
