@@ -37,10 +37,11 @@ class Adapter:
     embed_dim: str | int  # width of the tokens, or the path to it from the model or from `block`
     num_prefix_tokens: int = 0  # tokens before the spatial tokens
     reads_class_token: bool = False  # whether the head reads token 0 and no patch
-    # Path from the model to the module whose output has a token for each patch: `b t d`,
-    # `b rows columns d`, or of a convolution `b d rows columns`. By default `patch_embed` of the
-    # module that has the blocks; none if `blocks` has a `*`, or with `geometry` or `saliency`.
+    # Path from the model to the module whose output has a token for each patch: `b t d` or
+    # `b rows columns d`. By default `patch_embed` of the module that has the blocks; none if
+    # `blocks` has a `*`, or with `geometry` or `saliency`.
     patch_embed: str | None = None
+    channels_first: bool = False  # that output is `b d rows columns`, as always of a convolution
     # Whether patches are square: the image's aspect ratio tells their grid if nothing else does
     square_patches: bool = False
     in_rows: bool = True  # whether spatial tokens are in the order of the image, row by row
@@ -112,6 +113,7 @@ def _huggingface(
         blocks=f"{name}.{blocks}",
         embed_dim="config.hidden_size",
         patch_embed=f"{name}.embeddings.patch_embeddings.projection",
+        channels_first=True,
         num_prefix_tokens=num_prefix_tokens,
         reads_class_token=reads_class_token,
     )
@@ -124,6 +126,7 @@ ADAPTERS = {  # models that work without an adapter of the user's
         blocks="encoder.layers",
         embed_dim="hidden_dim",
         patch_embed="conv_proj",
+        channels_first=True,
         num_prefix_tokens=1,
         reads_class_token=True,
     ),
@@ -141,10 +144,12 @@ ADAPTERS = {  # models that work without an adapter of the user's
 
 
 def adapter_of(model: Any) -> Adapter:
-    """Returns the adapter of a known model class; for any other class, that of timm's names."""
-    kinds = type(model).__mro__  # fully_shard puts classes of its own in front
-    kind = next(kind for kind in kinds if not kind.__name__.startswith("FSDP"))
-    return ADAPTERS.get(f"{kind.__module__}.{kind.__name__}") or timm_adapter(model)
+    """Returns the adapter of a known class, or one made from it; else that of timm's names."""
+    for kind in type(model).__mro__:
+        known = ADAPTERS.get(f"{kind.__module__}.{kind.__name__}")
+        if known is not None:
+            return known
+    return timm_adapter(model)
 
 
 def timm_adapter(model: Any) -> Adapter:

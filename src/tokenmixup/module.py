@@ -55,7 +55,7 @@ from tokenmixup.kept import generators_of, unchanged
 from tokenmixup.manifold import ManifoldMix, draw_manifold_mix
 from tokenmixup.needs import Mixing, check_layers, check_needs
 from tokenmixup.output import Output
-from tokenmixup.passes import Pass, run_in_pass
+from tokenmixup.passes import Pass, PatchEmbedding, run_in_pass
 from tokenmixup.prove import (
     Sights,
     are_proved,
@@ -280,7 +280,7 @@ class TokenMixup(nn.Module):
         if seen == settled.seen and is_unchanged(settled.modules, settled.state):
             return  # keeps the plans, whose identity torch.compile guards
         check_layers(self._mixing, self.model, blocks, adapter)
-        check_needs(self._mixing, self.detect, self.model, adapter, is_whole=not is_sharded(self))
+        check_needs(self._mixing, self.detect, self.model, adapter, is_sharded(self))
         self.adapter = adapter
         can_run = can_run_alone(self.model, device)
         touched = self._mixing.touched()
@@ -301,7 +301,9 @@ class TokenMixup(nn.Module):
             elif self.checkpoint_blocks:
                 runs[block] = partial(checkpoint, plain_forward(block), use_reentrant=False)
         if plans and embedding is not None:
-            part = PlainModule(embedding, plain_forward(embedding))
+            is_convolution = isinstance(embedding, nn.Conv2d)
+            channels_first = is_convolution or self.adapter.channels_first
+            part = PatchEmbedding(plain_forward(embedding), channels_first)
             runs[embedding] = partial(run_in_pass, self._running, Pass.embed, part)
         return [StandIn(x, vars(x).get("forward"), run) for x, run in runs.items()]
 

@@ -53,11 +53,11 @@ def check_layers(
 
 
 def check_needs(
-    mixing: Mixing, detect: Detector, model: nn.Module, adapter: Adapter, is_whole: bool
+    mixing: Mixing, detect: Detector, model: nn.Module, adapter: Adapter, is_sharded: bool
 ) -> None:
     """Raises ValueError for a setting, or HTM's detector, that the blocks cannot serve.
 
-    `is_whole`: FSDP does not hold the parameters, which it gathers for one pass.
+    `is_sharded`: FSDP holds the parameters, and gathers them for one pass.
     """
     over_all = adapter.attends_to_all
     has_prefix = adapter.num_prefix_tokens > 0
@@ -80,11 +80,11 @@ def check_needs(
             shares_rope = not any(getattr(model, name, False) for name in OWN_ROPE)
             need(key, "attention over all tokens", over_all)
             need(key, "blocks that share their rotary positions", shares_rope)
-            need(key, "parameters without FSDP", is_whole)
+            need(key, "parameters without FSDP", not is_sharded)
     if mixing.htm and takes_gradient(detect):
         detector = f"detector={name_of(detect)}"
         need(f"htm.{detector}", "tokens row by row", adapter.in_rows)
-        need(f"htm.{detector}", "parameters without FSDP", is_whole)
+        need(f"htm.{detector}", "parameters without FSDP", not is_sharded)
         layers = [*mixing.htm]
         reason = f"with {detector}, whose saliency is that of the unmixed batch"
         if len(layers) > 1:

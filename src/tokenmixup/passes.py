@@ -5,7 +5,7 @@ Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes, m 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tokenmixup.attention import AttentionMap
 from tokenmixup.block import (
     BlockInput,
-    PlainModule,
+    Forward,
     Plan,
     check_input,
     returned_tokens,
@@ -28,6 +28,13 @@ from tokenmixup.saliency import by_attention, saliency_of_map, square_grid
 from tokenmixup.scorenet import ScoreNet, difficulty
 from tokenmixup.vertical import Source, memory_of
 from tokenmixup.watch import OWN_CHECKPOINTING, STILL_NEEDED, Autograd, autograd_now
+
+
+class PatchEmbedding(NamedTuple):
+    """The patch embedding of a model."""
+
+    forward: Forward  # its own
+    channels_first: bool  # its output is b d rows columns
 
 
 @dataclass(eq=False)
@@ -199,7 +206,7 @@ class Pass:
         memory = None
         if plan.vtm is not None:
             memory = memory_of(self.sources, plan.vtm, plan.adapter.num_prefix_tokens)
-        # also after a detector, whose run ended at the first map: is there a second one?
+        # A detector's run ends at the first map; this one shows whether there are more.
         is_watched = plan.is_source or plan.vtm is not None or bool(entry.watched)
         if not is_watched or plan.adapter.saliency is not None:
             out = entry.run()
@@ -210,12 +217,12 @@ class Pass:
         returned_tokens(entry, out)
         return out, watching.kept
 
-    def embed(self, embedding: PlainModule, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def embed(self, embedding: PatchEmbedding, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs the patch embedding; keeps number and grid of the patches."""
         out = embedding.forward(*args, **kwargs)
         if not isinstance(out, Tensor) or out.ndim not in (3, 4):
             return out
-        patches = out.movedim(1, -1) if isinstance(embedding.module, nn.Conv2d) else out
+        patches = out.movedim(1, -1) if embedding.channels_first else out
         self.num_patches = patches.shape[1:-1].numel()
         if patches.ndim == 4:
             self.grid = (patches.shape[1], patches.shape[2])

@@ -52,7 +52,7 @@ def rollout_saliency(
         last = last[:, :, :1]
     received = last.mean(dim=(1, 2), dtype=torch.float32)  # b n
     with without_autocast(last.device.type):
-        for attn in reversed(maps[:-1]):  # mean row of (A B) = (mean row of A) B
+        for attn in reversed(maps[:-1]):  # the row of the product, which is never formed
             mean = attn.mean(dim=1, dtype=torch.float32)
             received = torch.einsum("bi,bij->bj", received, mean)
     return received[:, num_prefix_tokens:]  # b t
@@ -108,16 +108,9 @@ def by_attention(entry: BlockInput, class_token: bool | None = None) -> Tensor:
     if adapter.saliency is not None:
         with torch.no_grad():
             return _to_sum_1(adapter.saliency(entry.block, *entry.args, **entry.kwargs))
-    return saliency_of_map(map_of(entry), entry, class_token)
-
-
-def map_of(entry: BlockInput) -> AttentionMap:
-    """Runs a block as far as its attention map, which it returns.
-
-    Its `forward` is called, so that hooks on the block see one run; those inside of it see two.
-    Gradients are recorded as in training, since a block may ask for them; the map itself has none.
-    """
-    return run_to_attention(entry).kept_map()
+    # Gradients are recorded as in training, since a block may ask for them; the map has none.
+    seen = run_to_attention(entry).kept_map()
+    return saliency_of_map(seen, entry, class_token)
 
 
 @torch.no_grad()
@@ -140,12 +133,20 @@ def _to_sum_1(saliency: Tensor) -> Tensor:
     return saliency / saliency.sum(dim=1, keepdim=True)
 
 
-by_mean_attention = partial(by_attention, class_token=False)
+def stating(detector: Detector, **needs: bool) -> Detector:
+    """Returns a detector with what it states of itself: `reads_map`, `takes_gradient`."""
+    vars(detector).update(needs)
+    return detector
+
+
+stating(by_attention, reads_map=True)
+by_mean_attention = stating(partial(by_attention, class_token=False), reads_map=True)
 
 
 def by_gradient(entry: BlockInput) -> Tensor:
     """Saliency by the gradient of the loss with respect to the image."""
-    assert entry.input_gradient is not None  # computed before the forward pass
+    if entry.input_gradient is None:  # which is computed before the forward pass
+        raise ValueError("htm.detector: one that calls by_gradient must say takes_gradient = True")
     if entry.grid is None:
         raise ValueError(
             "htm.detector=gradient: the grid of the patches is not known; "
@@ -154,8 +155,7 @@ def by_gradient(entry: BlockInput) -> Tensor:
     return gradient_saliency(entry.input_gradient, entry.num_spatial_tokens, entry.grid)
 
 
-setattr(by_gradient, "takes_gradient", True)
-setattr(by_gradient, "capturable", False)
+stating(by_gradient, takes_gradient=True, capturable=False)
 
 
 @torch.no_grad()
@@ -178,7 +178,7 @@ def by_rollout(steps: int, entry: BlockInput) -> Tensor:
 def detector_of(htm: HTM) -> Detector:
     """Returns the configured detector."""
     if htm.rollout_steps > 0:
-        return partial(by_rollout, htm.rollout_steps)
+        return stating(partial(by_rollout, htm.rollout_steps), reads_map=True)
     detector: Detector = rule_of(htm, "detector")
     return detector
 
@@ -197,6 +197,5 @@ def name_of(detector: Any) -> str:
 
 
 def reads_map(detector: Any) -> bool:
-    """Whether it is one of ours that reads the attention map of the block."""
-    function = detector.func if isinstance(detector, partial) else detector
-    return function in (by_attention, by_rollout)
+    """Whether a detector states that it reads the block's attention map, which is then proved."""
+    return getattr(detector, "reads_map", False)

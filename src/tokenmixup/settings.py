@@ -68,9 +68,15 @@ def _blocks(least: int) -> Any:
 
 def _threshold(allowed: str, most: float) -> Any:
     """Declares an option that is a number from 0 on, infinite, or chosen by a rule."""
+
+    def is_threshold(x: Any) -> bool:
+        if isinstance(x, str):
+            return x == AUTO
+        return _within(0, most)(x) or _is_infinite(x)
+
     return _option(
         f"auto, {allowed} or inf, or one for each layer",
-        lambda x: x == AUTO if isinstance(x, str) else _within(0, most)(x) or _is_infinite(x),
+        is_threshold,
         lambda x: x if x == AUTO else float(x),
         default=AUTO,
         per_layer=True,

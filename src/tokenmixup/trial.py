@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_map_only
 from tokenmixup.attention import AttentionMap
 from tokenmixup.block import (
     BlockInput,
-    Detector,
     Plan,
     attended_of,
     attended_of_memory,
@@ -140,6 +139,7 @@ class Trial:
 
     def __init__(self, plan: Plan, entry: BlockInput):
         assert plan.proved_by is not None  # else nothing is to be proved
+        self.detect = plan.proved_by
         self.block = plan.block
         self.evaluates = False  # in all runs
         self.plan = plan
@@ -284,8 +284,10 @@ class Trial:
         behind = self.left_by("again", self.first_runs, self.output)
         for key, name in behind | alone:
             found = self.kept.found[key]
-            ends = [left.get((key, name), found.held.get(name)) for left in (alone, behind)]
-            if not end_alike(*ends):
+            before = found.held.get(name)
+            after_alone = alone.get((key, name), before)
+            after_first_runs = behind.get((key, name), before)
+            if not end_alike(after_alone, after_first_runs):
                 where = f"{getattr(found.x, '__name__', found.name)}.{name}"
                 self.refuse(f"changes {where} in front of its attention, {RUNS_TWICE}")
 
@@ -301,7 +303,7 @@ class Trial:
         """Runs a block as HTM and VTM do in front of its own run, which then draws as alone."""
         with unchanged(*self.entry.sight.generators):
             if self.plan.htm is not None:
-                cast(Detector, self.plan.proved_by)(self.entry_of(self.x))
+                self.detect(self.entry_of(self.x))
             if self.plan.vtm is not None:
                 self.keys_alone()
 
@@ -317,7 +319,7 @@ class Trial:
     def of_first_sample(self, tokens: Tensor, memory: Tensor) -> list[Tensor]:
         """Returns its saliency; with VTM, also the block's output, and the gradients of both."""
         entry = self.entry_of(tokens)
-        found = [self.run("as it is", lambda: cast(Detector, self.plan.proved_by)(entry))]
+        found = [self.run("as it is", lambda: self.detect(entry))]
         if self.plan.vtm is not None:
             found += self.run("with a memory", lambda: self.with_memory(tokens, memory))
         return [x.detach()[:1] for x in found]

@@ -114,7 +114,6 @@ class Watching(TorchFunctionMode):
     candidates: dict[int, AttentionMap | None] | None = None  # gets all maps, by their call
     calls: int = 0  # that are seen, whatever their shape
     maps: int = 0  # of these, that have the shape of a map
-    is_seen: bool = False  # the attention
     kept: AttentionMap | None = None  # its map over the own keys
     attended: Attended | None = None
     autograd: Autograd = field(default_factory=autograd_now)
@@ -136,7 +135,6 @@ class Watching(TorchFunctionMode):
             self.candidates[self.calls] = seen
         if self.maps != self.sight.nth_map:
             return False
-        self.is_seen = True
         if self.of_memory or self.memory is not None:
             if self.autograd != autograd_now():
                 raise Refused(f"{self.name} {OWN_CHECKPOINTING}")
@@ -154,7 +152,8 @@ class Watching(TorchFunctionMode):
         runs_to_end = not self.ends or self.sight.to_end
         sees_all = runs_to_end and not self.of_memory
         expected = self.sight.num_maps
-        if not self.is_seen or (sees_all and self.maps != expected):
+        is_seen = self.maps >= self.sight.nth_map
+        if not is_seen or (sees_all and self.maps != expected):
             found = f"computes {self.maps} attention maps over its tokens"
             must = MUST_BE_ONE if expected == 1 else f"must be {expected} as when it was tried"
             raise Refused(f"{self.name} {found}, {must}")

@@ -452,6 +452,14 @@ def test_a_detector_put_in_later_is_checked_like_a_configured_one(images, target
         module(images, targets)
 
 
+def test_a_detector_that_does_not_say_that_it_needs_the_gradient_is_told_how(images, targets):
+    detector = partial(by_gradient)
+    with refused("takes_gradient = True"):
+        attached(htm={"layer": 1, "detector": detector})(images, targets)
+    setattr(detector, "takes_gradient", True)
+    assert attached(htm={"layer": 1, "detector": detector, **ALL})(images, targets).mask.any()
+
+
 def test_gradient_checkpointing_may_be_chosen_later(images, targets):
     module = attached(htm={"layer": 1, **ALL})
     runs = runs_of([module.model.blocks[3].norm1])

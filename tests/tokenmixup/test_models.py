@@ -111,6 +111,20 @@ def test_saliency_follows_what_the_class_is_read_from(name: str, pool: str, read
     assert module.scorenets["1"].pooling == kind.pooling
 
 
+@pytest.mark.parametrize("name", ["swin", "hf deit"])
+def test_a_class_made_from_a_known_one_is_mixed_like_it(name: str):
+    images, targets = batch_of(name)
+    logits = []
+    for is_derived in (False, True):
+        model, _ = build(name)
+        if is_derived:
+            model.__class__ = type("Derived", (type(model),), {})
+        torch.manual_seed(0)
+        module = attach(model, CLASSES, htm={"layer": 1, **ALL}).train()
+        logits.append(module(images, targets).logits)
+    assert torch.equal(*logits)
+
+
 @pytest.mark.parametrize("name", of_each_kind())
 def test_a_block_gets_the_tokens_that_are_mixed_by_hand(name: str):
     """The plain model with Algorithm 1 before the block: logits, labels and gradients.

@@ -27,6 +27,7 @@ from tests.conftest import (
 )
 from tests.tokenmixup.blocks import CASES, TOKENS, WIDTH, Block, Random, SequenceFirst
 from tokenmixup import Adapter, attach, mix_horizontal, training_loss
+from tokenmixup.saliency import by_attention
 from tokenmixup.watch import Sight
 
 LAYER = 2
@@ -940,6 +941,28 @@ def test_a_detector_that_needs_no_map_takes_any_block():
         module.detect = detector
         with pytest.raises(ValueError, match="2 attention maps"):
             module(*BATCH)
+
+
+class OnLast(Block):
+    """Every sample attends to the keys of the last one."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().attend(q, k[-1:].expand_as(k), v)
+
+
+def test_an_own_detector_that_says_so_reads_a_map_that_is_proved():
+    def alike(entry: Any) -> Tensor:
+        return by_attention(entry)
+
+    module = attached(OnLast, htm={**HTM, "detector": alike})
+    assert module(*BATCH).mask.any()
+    setattr(alike, "reads_map", True)
+    module = attached(OnLast, htm={**HTM, "detector": alike})
+    with refused("block 2"):
+        module(*BATCH)
+    expected = attached(Block, htm=HTM)(*BATCH)
+    found = attached(Block, htm={**HTM, "detector": alike})(*BATCH)
+    assert torch.equal(found.logits, expected.logits)
 
 
 class Padded(Block):

@@ -411,6 +411,15 @@ def test_an_adapter_that_does_not_fit_is_found_out(told: str, wrong: dict[str, A
         attach(encoded(), CLASSES, **BOTH, adapter=adapter).train()(*batch())
 
 
+def test_an_adapter_says_whether_the_patches_of_a_module_are_in_its_last_dimensions():
+    model = encoded()
+    model.embed = nn.Sequential(model.embed, nn.GELU())
+    with refused("patches"):
+        attach(model, CLASSES, **BOTH, adapter=ENCODED).train()(*batch())
+    told = replace(ENCODED, channels_first=True)
+    assert attach(model, CLASSES, **BOTH, adapter=told).train()(*batch()).layers
+
+
 def test_the_gradient_detector_needs_a_grid():
     htm = {"layer": 1, "detector": "gradient"}
     bare = replace(ENCODED, patch_embed=None)
