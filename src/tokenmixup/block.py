@@ -172,7 +172,9 @@ def run_watched(
 
 def run_to_attention(entry: BlockInput, of_memory: bool = False) -> Watching:
     """Runs a block as far as its attention, or to its end if its proof asks for that."""
-    watching = entry.watching(keeps_map=not of_memory, ends=True, of_memory=of_memory)
+    watching = entry.watching(
+        keeps_map=not of_memory, ends=not entry.sight.runs_whole, of_memory=of_memory
+    )
     with suppress(MapSeen), watching:
         entry.run()
     return watching

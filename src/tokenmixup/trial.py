@@ -266,16 +266,16 @@ class Trial:
         that is one of a pair, they run to their end.
         """
         try:
-            self.leaves_the_same(to_end=False)
+            self.leaves_the_same(runs_whole=False)
         except Refused as error:
             try:
-                self.leaves_the_same(to_end=True)
+                self.leaves_the_same(runs_whole=True)
             except Refused:
                 raise error from None
 
-    def leaves_the_same(self, to_end: bool) -> None:
+    def leaves_the_same(self, runs_whole: bool) -> None:
         """Refuses first runs after which its own leaves something else than alone."""
-        self.entry.sight = self.entry.sight._replace(to_end=to_end, generators=())
+        self.entry.sight = self.entry.sight._replace(runs_whole=runs_whole, generators=())
         changed = self.left_by("as far as its attention", self.first_runs)
         holders = [self.kept.found[key].x for key, _ in changed]
         drawn = tuple(x for x in holders if type(x) in GENERATORS)

@@ -94,7 +94,7 @@ class Sight(NamedTuple):
 
     nth_map: int = 1  # which of the calls that have the shape of a map is its attention, from 1
     num_maps: int = 1  # how many have that shape
-    to_end: bool = False  # a run that ended at the attention would leave the block changed
+    runs_whole: bool = False  # ended at its attention, a run would leave the block changed
     generators: tuple[Any, ...] = ()  # from which it draws in front of its attention
 
 
@@ -143,14 +143,13 @@ class Watching(TorchFunctionMode):
         if self.keeps_map:
             self.kept = seen
         self.attended = attended
-        if self.ends and not self.sight.to_end:
+        if self.ends:
             raise MapSeen
         return True
 
     def check(self) -> None:
         """Raises Refused unless the block has attended, as often as its proof tells."""
-        runs_to_end = not self.ends or self.sight.to_end
-        sees_all = runs_to_end and not self.of_memory
+        sees_all = not self.ends and not self.of_memory
         expected = self.sight.num_maps
         is_seen = self.maps >= self.sight.nth_map
         if not is_seen or (sees_all and self.maps != expected):
