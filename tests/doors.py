@@ -152,7 +152,8 @@ def code_of_a_copy(*words: Words) -> int | None:
 
 
 def script(name: str, *words: Words, apart: bool = False) -> Result:
-    return run(f"scripts/{name}.py", words, apart=apart)
+    """Runs a script; the one that trains draws no pictures."""
+    return run(f"scripts/{name}.py", words, apart=apart, draws=name != "reproduce")
 
 
 def trained(*words: Words, name: str = "mine", root: str | Path = "outputs", **how: Any) -> "Run":
