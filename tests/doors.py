@@ -51,6 +51,7 @@ from reproduction.studies.study import planned
 from reproduction.training.ranks import World
 from reproduction.training.step import Trainer
 from scripts import bench
+from tests.images import read
 from tokenmixup import TokenMixup
 
 Line = dict[str, Any]
@@ -138,7 +139,12 @@ def run(
         return Result(status, _read(out), _read(err))
 
 
-forked = partial(mp.start_processes, start_method="fork")
+def forked(*given: Any, **how: Any) -> Any:
+    """Starts ranks as copies of this process, but that they have read no image."""
+    read.update(train=0, held_out=0)
+    return mp.start_processes(*given, **how, start_method="fork")
+
+
 train = partial(run, "train.py", draws=False)
 evaluate = partial(run, "eval.py", draws=False)
 
