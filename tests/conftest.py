@@ -182,9 +182,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # to which this folder may be appended
     yield tmp_path
+    inside = f"{tmp_path}{os.sep}"
     for name, module in [*sys.modules.items()]:
         file = vars(module).get("__file__")
-        if file is not None and tmp_path in Path(file).parents:
+        if file is not None and file.startswith(inside):
             del sys.modules[name]
 
 

@@ -28,6 +28,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 import yaml
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
@@ -44,10 +45,13 @@ from reproduction.models.build import (
     without_weights,
 )
 from reproduction.models.cct import CCT  # noqa: F401
+from reproduction.reading import content_read_once
+from reproduction.reporting import report
 from reproduction.studies.study import planned
 from reproduction.training.ranks import World
 from reproduction.training.step import Trainer
 from scripts import bench
+from tests.images import read
 from tokenmixup import TokenMixup
 
 Line = dict[str, Any]
@@ -107,10 +111,13 @@ def assert_succeeded(result: Result, *told: str) -> None:
         assert part in result.out, result
 
 
-def run(program: str, *words: Words, apart: bool = False, draws: bool = True) -> Result:
+def run(
+    program: str, *words: Words, apart: bool = False, draws: bool = True, spawns: bool = False
+) -> Result:
     """Runs a program of the repository, and returns what it prints.
 
-    Unless it `draws`, figures are empty files: to draw them takes longer than a small run.
+    Unless it `draws`, pictures are empty files: to draw them takes longer than a small run.
+    Unless it `spawns`, its ranks are copies of this process, which has imported all they need.
     """
     if apart or os.environ.get("DOORS") == "process":
         with started(words, program=program) as process:
@@ -125,17 +132,34 @@ def run(program: str, *words: Words, apart: bool = False, draws: bool = True) ->
         handlers = list(logging.root.handlers)  # Hydra adds its own
         stack.enter_context(mock.patch.object(logging.root, "handlers", handlers))
         if not draws:
-            stack.enter_context(mock.patch.object(Figure, "savefig", _touch))
+            stack.enter_context(_undrawn())
+        if not spawns:
+            stack.enter_context(mock.patch.object(mp, "spawn", forked))
         status = _status_of(path)
         return Result(status, _read(out), _read(err))
+
+
+def forked(*given: Any, **how: Any) -> Any:
+    """Starts ranks as copies of this process, but that they have read no image."""
+    read.update(train=0, held_out=0)
+    return mp.start_processes(*given, **how, start_method="fork")
 
 
 train = partial(run, "train.py", draws=False)
 evaluate = partial(run, "eval.py", draws=False)
 
 
+def code_of_a_copy(*words: Words) -> int | None:
+    """Trains in a copy of this process, which may be killed; its exit code is then negative."""
+    copy = mp.get_context("fork").Process(target=train, args=words)
+    copy.start()
+    copy.join(PATIENCE)
+    return copy.exitcode
+
+
 def script(name: str, *words: Words, apart: bool = False) -> Result:
-    return run(f"scripts/{name}.py", words, apart=apart)
+    """Runs a script; the one that trains draws no pictures."""
+    return run(f"scripts/{name}.py", words, apart=apart, draws=name != "reproduce")
 
 
 def trained(*words: Words, name: str = "mine", root: str | Path = "outputs", **how: Any) -> "Run":
@@ -149,8 +173,23 @@ def _read(file: Any) -> str:
     return file.read()
 
 
-def _touch(figure: Figure, path: Path, **settings: Any) -> None:
+@contextmanager
+def _undrawn() -> Iterator[None]:
+    """Lets the pictures of a run be empty files, and those of an evaluation."""
+    undrawn = {}
+    for method, draws in report.OF_TRAINED.items():
+        undrawn[method] = dict.fromkeys(draws, _touch)
+    with (
+        mock.patch.dict(report.OF_TRAINED, undrawn),
+        mock.patch.multiple(report, draw_accuracy=_touch, draw_mixed_samples=_touch),
+        mock.patch.object(Figure, "savefig", lambda figure, path, **settings: path.touch()),
+    ):
+        yield
+
+
+def _touch(path: Path, *_: Any) -> str:
     path.touch()
+    return "not drawn"
 
 
 def _status_of(path: str) -> int:
@@ -182,11 +221,14 @@ def _captured(number: int) -> Iterator[Any]:
 
 
 def _forget() -> None:
-    """Clears what functions of the experiments hold, such as open data, as in a new process."""
+    """Clears what functions of the experiments hold, such as open data, as in a new process.
+
+    But for the content of files of YAML, which is kept by their text.
+    """
     ours = [module for name, module in sys.modules.items() if name.startswith("reproduction.")]
     for module in ours:
         for value in vars(module).values():
-            if hasattr(value, "cache_clear"):
+            if hasattr(value, "cache_clear") and value is not content_read_once:
                 value.cache_clear()
 
 

@@ -4,6 +4,7 @@ Hydra reads conf/ and what `--config-dir` adds by `FileConfigSource`, studies ar
 """
 
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -79,13 +80,19 @@ def content_of(path: Path, text: str) -> Any:
         raise UserError(f"{path}, line {line + 1}, `{around}`: {problem}") from error
 
 
+@lru_cache(maxsize=1024)
+def content_read_once(path: Path, text: str) -> Any:
+    """Returns the content of the text of a file, which is not to be changed."""
+    return content_of(path, text)
+
+
 class FileConfigSource(file_config_source.FileConfigSource):
     """Hydra's files, read by our reader. Hydra keeps the first class of this name."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         path = Path(self.path, self._normalize_file_name(config_path))
         text = read_text(path)
-        content = content_of(path, text)
+        content = content_read_once(path, text)  # by each run of a sweep
         if content is None:
             content = {}
         if not isinstance(content, dict):

@@ -20,12 +20,12 @@ def write(
     age: int | None = None,
     **summary: Any,
 ) -> Path:
-    """Copies a finished run, with other settings, and other entries of its summary.
+    """Copies a finished run, without its pictures, with other settings and entries of its summary.
 
     Of several runs the one of the largest `age` is the newest.
     """
     folder = Path("outputs", name)
-    shutil.copytree(model.path, folder, ignore=shutil.ignore_patterns("checkpoints"))
+    shutil.copytree(model.path, folder, ignore=shutil.ignore_patterns("checkpoints", "*.png"))
     config = model.config | {"seed": seed}
     for key, value in settings.items():
         *groups, last = key.split(".")

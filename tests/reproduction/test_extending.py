@@ -65,13 +65,18 @@ def asked(run: Run) -> list[str]:
     return re.findall(r"add (\S+)", result.err)
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run without an example."""
+    return trained(SMALL, MIXES, STEPS, root=tmp_path_factory.mktemp("plain"))
+
+
 @every_example
-def test_an_example_trains_three_steps_is_evaluated_and_exported(name: str):
+def test_an_example_trains_three_steps_is_evaluated_and_exported(name: str, plain: Run):
     assert_succeeded(train(small(name), STEPS, "name=mine"))
     mine = Run("outputs/mine")
     assert len(mine.steps) == 3
-    assert_succeeded(train(SMALL, MIXES, STEPS, "name=plain"))
-    assert same(mine, Run("outputs/plain"))
+    assert same(mine, plain)
     named = asked(mine)
     assert_succeeded(evaluate("run=outputs/mine", named), "of digits")
     assert mine.evaluation()["top1"] == mine.summary["top1_last"]

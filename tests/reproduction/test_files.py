@@ -5,18 +5,19 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 
 from reproduction import errors, machine
-from tests.doors import ROOT, SMALL, Run, assert_succeeded, ended, started, train
+from tests.doors import SMALL, Run, assert_succeeded, ended, started, train, trained
 
 ONE = (SMALL, "name=mine", "resume=auto")
 
 
 class Event(NamedTuple):
-    """What a run lets the system do with a file: `flush`, `move` or `gone`."""
+    """What a run lets the system do with a file: `flush`, `move`, or `gone` for a last.pt."""
 
     kind: str
     path: str
@@ -30,18 +31,28 @@ class Noted(NamedTuple):
 
 @pytest.fixture(scope="module")
 def noted(tmp_path_factory: pytest.TempPathFactory) -> Noted:
-    """A run, and what tests/recorder.py has noted of it."""
-    root = tmp_path_factory.mktemp("noted")
-    recorder = str(ROOT / "tests" / "recorder.py")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FSYNC_LOG", str(root / "log"))
-        with started(ONE, f"output_root={root}", launcher=[recorder]) as process:
-            assert_succeeded(ended(process))
+    """A run, and what it lets the system do with files."""
+    fsync = os.fsync
+    replace = os.replace
     events = []
-    for line in (root / "log").read_text().splitlines():
-        kind, path, *rest = line.split()
-        events.append(Event(kind, path, " ".join(rest)))
-    return Noted(events, Run(root / "mine"))
+
+    def noted_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        events.append(Event("flush", path, str(os.stat(path).st_size)))
+
+    def noted_replace(path: Any, target: Any) -> None:
+        replace(path, target)
+        events.append(Event("move", os.path.abspath(path), os.path.abspath(target)))
+        if Path(path).name == "last.pt":
+            events.append(Event("gone", os.path.abspath(path), ""))
+
+    with (
+        mock.patch.object(os, "fsync", noted_fsync),
+        mock.patch.object(os, "replace", noted_replace),
+    ):
+        run = trained(ONE, root=tmp_path_factory.mktemp("noted"))
+    return Noted(events, run)
 
 
 def test_files_are_flushed_before_they_are_moved_and_folders_after(noted: Noted):

@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.testing import assert_close
 
 from reproduction.training.ranks import World
@@ -28,6 +27,7 @@ from tests.doors import (
     ended,
     evaluate,
     eventually,
+    forked,
     line_of,
     same,
     snapshot,
@@ -79,7 +79,7 @@ def mixing(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_two_ranks_equal_one_process(here: Path, one: Run):
-    close(trained(PLAIN, "devices=2"), one)
+    close(trained(PLAIN, "devices=2", spawns=True), one)
     assert [path.name for path in (here / "outputs").iterdir()] == ["mine"]
 
 
@@ -163,7 +163,7 @@ BATCH = torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8), torch.arange(6)
 
 def test_a_step_that_is_not_finite_on_a_rank_changes_nothing_on_any(here: Path):
     """At the first, the middle and the last micro-batch, also of steps after it."""
-    mp.spawn(train_with_a_bad_rank, (str(here / "store"),), nprocs=2)
+    forked(train_with_a_bad_rank, (str(here / "store"),), nprocs=2)
 
 
 @pytest.mark.slow

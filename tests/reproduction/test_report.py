@@ -142,7 +142,7 @@ def test_the_papers_values_are_not_drawn_beside_a_validation_split(
     """The paper prints accuracies of the test set."""
     finished(model, "split", val_top1_last=70.0)
     finished(model, "htm")
-    assert_succeeded(script("report", "dataset.validation=0.1"))
+    assert_succeeded(script("report", "--study", "table1", "dataset.validation=0.1"))
     report = Path("outputs/report")
     assert len([*report.glob("table1-*.md")]) == 1
     assert not (report / "table1.md").exists()  # which is of the paper's runs alone
@@ -199,9 +199,14 @@ def test_a_run_draws_its_pictures_byte_for_byte_again(drawn_texts: dict[str, lis
         assert f"]({name})" in page
 
 
-def test_a_report_says_why_a_picture_is_missing(here: Path):
-    words = words_of("augmentation=[htm] augmentation.htm.tau=0 recipe.max_steps=2")
+def test_a_report_says_why_a_picture_is_missing(drawn_texts: dict[str, list[str]]):
+    """Of two layers, with a validation split and epochs that mix nothing."""
+    words = words_of("""
+        augmentation=[htm] augmentation.htm.tau=0 augmentation.htm.layer=[0,1]
+        augmentation.off_epoch=1 dataset.validation=0.2
+    """)
     run = trained(SMALL, words, draws=True)
+    assert "validation top-1 [%]" in drawn_texts["accuracy"]
     page = (run.path / "report.md").read_text()
     assert "mixed_pairs.png is not drawn: the trained model mixes none of" in page
     assert "](saliency.png)" in page

@@ -25,6 +25,7 @@ from tests.doors import (
     assert_refused,
     assert_same_lines,
     assert_succeeded,
+    code_of_a_copy,
     evaluate,
     files_end_at,
     line_of,
@@ -221,7 +222,7 @@ def test_a_run_ends_before_saliency_that_is_not_finite(here: Path, whole: Run):
 @pytest.mark.parametrize(("at", "half"), [(30, "train"), (130, "train"), (50, "held_out")])
 def test_a_killed_run_ends_as_an_undisturbed_one(here: Path, whole: Run, at: int, half: str):
     with disturbed("SIGKILL", at, half):
-        assert train(BY_STEPS, apart=True).status == -signal.SIGKILL
+        assert code_of_a_copy(BY_STEPS) == -signal.SIGKILL
     run = Run("outputs/mine")
     written = [line["step"] for line in run.steps]
     assert written == list(range(1, len(written) + 1))

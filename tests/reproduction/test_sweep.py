@@ -285,7 +285,7 @@ def load(**options):
 JOBS = {
     "run": ([], ["RunMode.RUN"]),
     "in turn": (["-m", "seed=0,1"], ["RunMode.MULTIRUN"] * 2),
-    "processes": (["-m", "jobs=2", "seed=0,1"], ["RunMode.RUN"] * 2),
+    "processes": (["-m", "jobs=2", "seed=0"], ["RunMode.RUN"]),
     "another launcher": (["-m", "seed=0,1", "hydra/launcher=basic"], ["RunMode.MULTIRUN"] * 2),
     "another sweeper": (["-m", "seed=0,1", "hydra/sweeper=basic"], ["RunMode.MULTIRUN"] * 2),
 }
