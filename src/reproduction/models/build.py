@@ -27,7 +27,6 @@ from reproduction.identity import own_code
 from reproduction.machine import keep_freed_memory
 from reproduction.models.cct import CCT
 from reproduction.models.library import build_library_model, build_vit
-from reproduction.models.names import State
 from reproduction.models.weights import Weights, extract_weights, load_state, read_file
 from tokenmixup import HTM, Adapter, Output, TokenMixup, attach, blocks_of
 
@@ -99,14 +98,21 @@ def without_memory(config: AnyModel) -> torch.device:
 def head_names(config: AnyModel) -> list[str]:
     """Returns the names of the parameters whose shape depends on the number of classes."""
     with without_memory(config):
-        one, two = (build_model(without_weights(config), n).state_dict() for n in (1, 2))
-    return [name for name in one if one[name].shape != two[name].shape]
+        two, three = (build_model(without_weights(config), n).state_dict() for n in (2, 3))
+    return [name for name in two if two[name].shape != three[name].shape]
 
 
-def count_classes(config: AnyModel, state: State) -> int:
-    """Returns the number of classes of a state of the model, 1 if it has no head."""
+def count_classes(config: AnyModel, weights: Weights) -> int:
+    """Returns the number of classes of weights: of their names, else by the shape of the head.
+
+    It is 2 without a head, to which any number is the same.
+    """
+    if weights.classes is not None:
+        return len(weights.classes)
+    with without_memory(config):
+        state = weights.named_for(build_model(config, 2))
     head = [state[name] for name in head_names(config) if name in state]
-    return max((len(value) for value in head if value.ndim), default=1)
+    return max((len(value) for value in head if value.ndim), default=2)
 
 
 def load_initial_weights(config: AnyModel, model: nn.Module) -> str | None:
@@ -118,7 +124,7 @@ def load_initial_weights(config: AnyModel, model: nn.Module) -> str | None:
     if config.weights is None:
         return None
     origin = f"model.weights={config.weights}"
-    state = extract_weights(origin, read_file(origin, Path(config.weights))).state
+    state = extract_weights(origin, read_file(origin, Path(config.weights))).named_for(model)
     own = model.state_dict()
     head = head_names(config)
     fitting = [name for name in head if name in state and state[name].shape == own[name].shape]
@@ -203,7 +209,7 @@ def try_pass(config: Config, num_classes: int) -> Trial:
 def build_trained(config: AnyModel, weights: Weights, num_classes: int) -> nn.Module:
     """Builds the plain model with trained weights; UserError if they do not fit."""
     model = build_model(without_weights(config), num_classes)
-    load_state(weights.origin, weights.state, model)
+    load_state(weights.origin, weights.named_for(model), model)
     return model
 
 
