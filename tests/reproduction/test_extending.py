@@ -234,6 +234,16 @@ def test_a_loss_that_leaves_a_parameter_without_gradient_is_for_one_rank(here: P
     assert_refused(result, "recipe.loss=plain:loss: gives", "scorenets.1", "devices=2")
 
 
+def test_pictures_and_counts_of_a_model_with_an_adapter_of_its_own():
+    (words,) = [words for words in COMMANDS.values() if "model=custom" in words]
+    mine = trained(SMALL[1:], MIXES, STEPS, words, "augmentation=[htm,vtm]")
+    report = (mine.path / "report.md").read_text()
+    for picture in ("mixed_pairs.png", "saliency.png", "memory.png"):
+        assert f"![{picture}]" in report, report
+    result = script("look", str(mine.path), "model.source=vit:vit", "--batches=1")
+    assert_succeeded(result, "tokens replaced")
+
+
 INSIDE = """
 from torch import nn
 
