@@ -25,6 +25,7 @@ from tests.doors import (
     assert_succeeded,
     dry,
     evaluate,
+    initial_model,
     predictions,
     runs,
     snapshot,
@@ -361,3 +362,18 @@ def test_the_example_of_hugging_face_trains_and_evaluates(
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda name: splits))
     options = words_of("+dataset.options.name=beans +dataset.options.label=labels")
     assert_trains("hub", HUB, (options, "model.image_size=8"), images=12)
+
+
+def by_number(names: dict[int, str]) -> Any:
+    half = [(pixels, names[i % 2]) for i, pixels in enumerate(PIXELS)]
+    return half, half
+
+
+def test_keys_of_an_option_have_the_types_that_were_typed(here: Path):
+    """In training they are refused: a run could not tell them from texts."""
+    own = ("dataset=custom", f"dataset.source={HERE}:by_number")
+    names = "+dataset.options.names={0: cat, 1: dog}"
+    assert_refused(train(own, TINY, names), "no key that is a number")
+    torch.save(initial_model(TINY, classes=2).state_dict(), "x.pt")
+    assert_succeeded(evaluate("checkpoint=x.pt", own, TINY[:2], names, "predictions=x.csv"))
+    assert {row["class"] for row in predictions("x.csv")} == {"cat", "dog"}

@@ -100,10 +100,13 @@ class Half:
         pairs = zip(_sizes(names), names, strict=True)
         return [f"{size} {name.removeprefix(root)}" for size, name in pairs]
 
-    def bytes_in_memory(self) -> Iterator[bytes]:
-        """The content of images that a function has returned in a list."""
-        if not isinstance(self.items, list | tuple):
-            return
+    @property
+    def is_listed(self) -> bool:
+        """Whether a function has returned all images at once."""
+        return isinstance(self.items, list | tuple)
+
+    def pixels(self) -> Iterator[bytes]:
+        """The content of each image."""
         for place in self.places:
             image = np.asarray(self.items[place][0])
             yield f"{image.dtype} {image.shape}".encode() + image.tobytes()
