@@ -1,6 +1,7 @@
 """Looks into a trained run with HTM: what each tau and rho would mix, on batches of its images."""
 
 from reproduction.compose import check_asked
+from reproduction.config import DATA, MODEL
 from reproduction.errors import Parser, one_line_errors, say
 from reproduction.folder import RunFolder
 from reproduction.identity import own_code
@@ -22,7 +23,7 @@ def main() -> None:
     for word in args.words:
         if word not in named:
             parser.error(f"{word}: must be code of the run: {', '.join(named) or 'it has none'}")
-    check_asked(config, args.words, "dataset.source", "model.source")
+    check_asked(config, args.words, DATA.key, MODEL.key)
     from reproduction.reporting.suggestions import suggestions
     from reproduction.training.stop import ending
 

@@ -290,3 +290,17 @@ def test_a_run_whose_checkpoint_names_no_classes_is_not_loaded():
     torch.save(content, run.checkpoints[0])
     with pytest.raises(UserError, match="names no classes"):
         load_run(run.path)
+
+
+def test_what_is_not_the_fault_of_code_beside_it_is_not_blamed_on_it(here: Path):
+    """A metric, a loss and an optimiser do not run in the pass that is tried."""
+    (here / "plain.py").write_text(PLAIN)
+    own = (f"+{ECE}", "recipe.loss=plain:loss", "recipe.optimizer=torch.optim:SGD")
+    result = train(SMALL, own, "augmentation=[vtm]", "augmentation.vtm.kappa=1000")
+    assert_refused(result, "train.py: model=cct_2_3x2: ", "kappa=1000")
+
+
+def test_a_mixing_is_refused_in_a_graph_by_the_key_that_is_typed():
+    graph = ("compile=cuda-graph", "device=cuda", "dry_run=1")
+    result = train("--config-dir", "mine", SMALL, graph, "augmentation=[resizemix]")
+    assert_refused(result, "augmentation.resizemix.source=resizemix:mix: cannot be captured, as it")

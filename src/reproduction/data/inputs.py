@@ -4,7 +4,6 @@ Letters: b batch, c classes, h w image.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from math import exp, log, sqrt
 from random import Random
 from typing import NamedTuple
@@ -136,8 +135,7 @@ class OwnMixing:
     """An input mixing of one's own."""
 
     def __init__(self, name: str, settings: OwnMix):
-        door = replace(MIXING, key=f"augmentation.{name}.source")
-        self.mix_images: Mix = door.made(settings.source, settings.options)
+        self.mix_images: Mix = MIXING.at(name).made(settings.source, settings.options)
 
     def draw(self, shape: torch.Size) -> Draws:
         """Returns a generator, seeded from numpy's global one."""

@@ -10,7 +10,6 @@ from timm.layers import Attention
 from torch import nn
 
 from reproduction.config import (
-    DATA,
     HTM_RULES,
     MODEL,
     AnyModel,
@@ -23,7 +22,7 @@ from reproduction.config import (
 )
 from reproduction.door import Refused, placed
 from reproduction.errors import UserError, first_line
-from reproduction.identity import own_code
+from reproduction.identity import chosen_code
 from reproduction.machine import keep_freed_memory
 from reproduction.models.cct import CCT
 from reproduction.models.library import build_library_model, build_vit
@@ -185,12 +184,15 @@ class Trial(NamedTuple):
 def try_pass(config: Config, num_classes: int) -> Trial:
     """Builds the model and runs a training pass, both on the meta device, which takes no memory.
 
-    With code of one's own it is the CPU, as that code may read what it gets. Raises UserError for a
-    model that cannot be built, initial weights that do not fit it, for what only a pass refuses,
-    such as `vtm.kappa` above the number of tokens, and for any error with that code.
+    With code of one's own in it, it is the CPU, as that code may read what it gets. Raises
+    UserError for a model that cannot be built, initial weights that do not fit it, for what only a
+    pass refuses, such as `vtm.kappa` above the number of tokens, and for any error with that code.
     """
     model = config.model
-    words = [f"{key}={path}" for key, path in own_code(config).items() if key != DATA.key]
+    words = []
+    for door, path in chosen_code(config):
+        if door.part in ("model", "tokens") and door.is_own(path):
+            words.append(door.word(path))
     with torch.device("cpu" if words else "meta"):
         module = build_module(model, config.augmentation, num_classes)
         images = torch.randn(2, 3, model.image_size, model.image_size)

@@ -6,7 +6,6 @@ Letters: b batch, c classes, k the TOP most probable classes, or all if there ar
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -45,8 +44,8 @@ def build_metrics(recipe: Recipe) -> dict[str, Metric]:
     """Returns the metrics of one's own by their names."""
     found = {}
     for name, chosen in recipe.metrics.items():
-        door = replace(METRIC, key=f"recipe.metrics.{name}")
-        found[name] = door.made(chosen, recipe.metrics_options.get(name, {}))
+        options = recipe.metrics_options.get(name, {})
+        found[name] = METRIC.at(name).made(chosen, options)
     return found
 
 
