@@ -35,7 +35,20 @@ CONF_DIR, TRAIN = ROOT / "conf", ROOT / "train.py"
 SOURCES = "reproduction.data.sources"  # the module that opens the data sets
 LONGEST_NAME = 200  # bytes; most file systems allow 255
 MOST_WORKERS = 16  # of dataset.workers=auto
-MEASURED = ("top1", "top5", "loss", "eval_loss", "epoch", "step")  # of every run
+# What lines and files of results have already: metrics of one's own have other names.
+MEASURED = (
+    "top1",
+    "top5",
+    "loss",
+    "eval_loss",
+    "epoch",
+    "step",
+    "images",
+    "dataset",
+    "root",
+    "settings",
+    "checkpoint",
+)
 Kind = TypeVar("Kind")
 
 

@@ -21,9 +21,10 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from reproduction.config import ROOT
+from reproduction.data.workers import Batch
 from reproduction.errors import PlainError
 from reproduction.models import build
-from reproduction.training.evaluate import evaluate
+from reproduction.training.evaluate import Scorer, predict
 from reproduction.training.graph import WARM_UP
 from reproduction.training.metrics import until_diverged
 from reproduction.training.ranks import join_world
@@ -165,8 +166,14 @@ def test_an_evaluation_waits_once(gpu: torch.device, record_property: Record):
     world = trainer.world
 
     def waits_in(batches: int) -> list[str]:
-        batch = pinned_batch()
-        return waits_of(partial(evaluate, model, normalize, [batch] * batches, world, "bf16"))
+        batch = Batch(*pinned_batch(), places=[*range(8)], unreadable={})
+        scorer = Scorer({}, world)
+
+        def evaluate() -> None:
+            predict(model, normalize, [batch] * batches, world, "bf16", scorer)
+            scorer.scores()
+
+        return waits_of(evaluate)
 
     few = waits_in(1)
     many = waits_in(5)

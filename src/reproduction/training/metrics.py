@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from reproduction.training.evaluate import Scores
 from reproduction.training.ranks import World
 from tokenmixup.output import Stat
 
@@ -261,7 +262,7 @@ def remark_on_rho(epochs: list[Sums], is_last: bool) -> str | None:
     return None
 
 
-def tested_accuracies(log: list[Line], last: Line, selected: Line) -> dict[str, Any]:
+def tested_accuracies(log: list[Line], last: Scores, selected: Scores) -> dict[str, Any]:
     """Returns the accuracies of a run with a validation split for summary.json.
 
     `last` and `selected` are the results on the test set, of the last epoch and of the best by
@@ -269,10 +270,10 @@ def tested_accuracies(log: list[Line], last: Line, selected: Line) -> dict[str, 
     """
     best_line = best(log)
     return {
-        "top1_last": last["top1"],
-        "top5_last": last["top5"],
-        "top1_selected": selected["top1"],
-        "top5_selected": selected["top5"],
+        "top1_last": last.top1,
+        "top5_last": last.top5,
+        "top1_selected": selected.top1,
+        "top5_selected": selected.top5,
         "selected_epoch": best_line["epoch"],
         "val_top1_last": log[-1]["val_top1"],
         "val_top1_selected": best_line["val_top1"],
