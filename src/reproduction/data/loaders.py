@@ -172,13 +172,6 @@ def build_evaluation_transform(config: Config) -> Transform:
     return create_transform(size, **settings, is_training=False, normalize=False)
 
 
-def build_training_loader(
-    config: Config, half: Half, batches: TrainingBatches, pin: bool
-) -> Loader:
-    """Returns the loader of this rank's batches."""
-    return Loader(build_training_images(config, half), batches, config.workers, pin)
-
-
 def build_evaluation_loader(config: Config, half: Half, rank: int, ranks: int, pin: bool) -> Loader:
     """Returns the loader of every `ranks`-th image from `rank` on: each once, without padding."""
     images = EvaluationImages(half, build_evaluation_transform(config))

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from timm.layers import Attention
@@ -28,8 +28,6 @@ from reproduction.models.cct import CCT
 from reproduction.models.library import build_library_model, build_vit
 from reproduction.models.weights import Weights, extract_weights, load_state, read_file
 from tokenmixup import HTM, Adapter, Output, TokenMixup, attach, blocks_of
-
-AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 COMPILER: dict[str, Any] = {
     "fullgraph": True,
@@ -174,14 +172,7 @@ def advice_for(config: AnyModel, stack: Augmentation) -> str:
     return ""
 
 
-class Trial(NamedTuple):
-    """A module that was tried out, and what it returned."""
-
-    module: TokenMixup
-    output: Output
-
-
-def try_pass(config: Config, num_classes: int) -> Trial:
+def try_pass(config: Config, num_classes: int) -> tuple[TokenMixup, Output]:
     """Builds the model and runs a training pass, both on the meta device, which takes no memory.
 
     With code of one's own in it, it is the CPU, as that code may read what it gets. Raises
@@ -205,7 +196,7 @@ def try_pass(config: Config, num_classes: int) -> Trial:
             named = " ".join([f"model={model.name}", *words])
             raise UserError(f"{named}: {told}") from error
     load_initial_weights(model, module.model)
-    return Trial(module, output)
+    return module, output
 
 
 def build_trained(config: AnyModel, weights: Weights, num_classes: int) -> nn.Module:
@@ -223,7 +214,7 @@ def without_weights(config: AnyModel) -> AnyModel:
     return config
 
 
-def place(model: AnyModule, device: torch.device) -> AnyModule:
+def place(model: nn.Module, device: torch.device) -> None:
     """Moves the model to its device and optimises it for the device.
 
     Convolutions use channels last, and no TF32 (matrix products use none by default). On a CPU,
@@ -238,7 +229,7 @@ def place(model: AnyModule, device: torch.device) -> AnyModule:
                 setattr(module, "fused_attn", False)  # typed Final, but an instance attribute
     torch.backends.cudnn.allow_tf32 = False
     model.to(memory_format=torch.channels_last)
-    return model.to(device)
+    model.to(device)
 
 
 def blocks_of_vtm(model: nn.Module) -> list[nn.Module]:

@@ -25,7 +25,7 @@ from reproduction.training import metrics
 from reproduction.training.checkpoint import Clock, check_classes, save_plain, weights_digest
 from reproduction.training.evaluate import Metric, Scorer, Scores, predict
 from reproduction.training.loggers import Loggers
-from reproduction.training.step import MicroBatch, Trainer
+from reproduction.training.step import Stats, Trainer
 from reproduction.training.stop import ADVICE, Stop
 from tokenmixup.assignment import Diverged
 
@@ -60,7 +60,7 @@ class TrainingRun:
     clock: Clock
     batch_metrics: metrics.BatchMetrics
     pulse: Pulse
-    metrics: dict[str, Metric]  # of one's own
+    own_metrics: dict[str, Metric]
     upcoming: Iterator[Batch] | None = None  # the next epoch, which workers load already
     has_evaluated: bool = False
 
@@ -111,9 +111,9 @@ def train_epoch(run: TrainingRun, state: RunState, pace: metrics.Pace) -> None:
     run.batch_metrics.restart_clock()
     for batch in progress(run.stop.while_waiting(loaded), task, total, done):
         size = batches.global_size(trainer.step % len(batches))  # `step` is still this batch's
-        micro_batches = train_step(run, state, batch, size)
+        micro_batches = train_batch(run, state, batch, size)
         head = {"step": trainer.step, "epoch": number, "lr": trainer.lr}
-        run.batch_metrics.add(head, size, [part.stats for part in micro_batches])
+        run.batch_metrics.add(head, size, micro_batches)
 
         # Raises Stopped on all ranks if a signal has come to any; else all get the same answers.
         saves, tells = run.stop.any_rank(run.is_main and run.clock.is_late(), run.pulse.is_due())
@@ -126,7 +126,7 @@ def train_epoch(run: TrainingRun, state: RunState, pace: metrics.Pace) -> None:
     write_metrics(run, state)
 
 
-def train_step(run: TrainingRun, state: RunState, batch: Batch, size: int) -> list[MicroBatch]:
+def train_batch(run: TrainingRun, state: RunState, batch: Batch, size: int) -> list[Stats]:
     """Trains a step of `size` images; ends the run if the host meets saliency that is not finite.
 
     A process alone: other ranks wait for the gradients of one that has none, and end with it.
@@ -305,7 +305,7 @@ def evaluate_on(
     began = time.perf_counter()
     world.broadcast_buffers(model)  # the first rank saves these weights
     batches = progress(run.stop.while_waiting(loader), "evaluation", len(loader))
-    scorer = Scorer(run.metrics, world)
+    scorer = Scorer(run.own_metrics, world)
     predict(model, trainer.inputs.normalize, batches, world, trainer.recipe.precision, scorer)
     scores = scorer.scores()
     state.eval_seconds += time.perf_counter() - began
@@ -317,7 +317,7 @@ def _results(run: TrainingRun, state: RunState) -> dict[str, Any]:
     trainer = run.trainer
     if run.test_loader is None:
         accuracies = metrics.accuracies(state.log)
-        own = {name: state.log[-1][name] for name in run.metrics}
+        own = {name: state.log[-1][name] for name in run.own_metrics}
     else:
         last, selected = _test(run, state, run.test_loader)
         accuracies = metrics.tested_accuracies(state.log, last, selected)

@@ -69,7 +69,8 @@ def _evaluate(config: Config, checkpoints: list[Path], images: Path | None) -> E
             for remark in data.remarks:
                 warn(f"warning: {remark}")
         data = in_memory(data, ("held_out",), local_ranks(config.devices))
-        model = place(build_trained(config.model, weights, len(data.classes)), world.device)
+        model = build_trained(config.model, weights, len(data.classes))
+        place(model, world.device)
         normalize = build_normalize(config.dataset.mean, config.dataset.std, world.device)
         pin = world.device.type == "cuda"
         loader = build_evaluation_loader(config, data.held_out, world.rank, world.size, pin)

@@ -21,11 +21,11 @@ def check_start(config: Config) -> None:
     data = opened(config.dataset)
     batches = loaders.TrainingBatches(config, len(data.train), rank=0, ranks=config.devices)
     classes = len(data.classes)
-    trial = try_pass(config, classes)
+    module, _ = try_pass(config, classes)
     if config.augmentation.own or LOSS.is_own(config.recipe.loss):
         try_loss(config, classes)
     try_metrics(config.recipe, classes)
-    build_optimizer(trial.module.to_empty(device="cpu"), config.recipe)
+    build_optimizer(module.to_empty(device="cpu"), config.recipe)
     images = loaders.build_training_images(config, data.train)
     try:
         images[0, 0]  # epoch 0, image 0: raises if it is unreadable
