@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 from torchvision.datasets import DatasetFolder
 
-from reproduction.data.images import NoImage, rgb, size
+from reproduction.data.images import ENDINGS, NoImage, rgb, size
 from reproduction.errors import PlainError
 
 MOST_MEMORY = 2**30  # bytes of decoded images that the runs of one command keep on a machine
@@ -173,9 +173,15 @@ def check_unreadable(unreadable: Mapping[int, str], half: Half) -> None:
 
 
 def _left(half: Half, room: int) -> int:
-    """What of the room is left beside all images of a half, negative if they do not fit."""
+    """What of the room is left beside all images of a half, negative if they do not fit.
+
+    Nobody knows the size of a file that is no image, such as an array: it does not fit.
+    """
     for index in range(len(half)):
-        room -= size(half.name(index))
+        name = half.name(index)
+        if not name.lower().endswith(ENDINGS):
+            return -1
+        room -= size(name)
         if room < 0:
             break
     return room

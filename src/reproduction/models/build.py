@@ -17,6 +17,7 @@ from reproduction.config import (
     Config,
     HTMByName,
     Library,
+    Model,
     Own,
     ViT,
 )
@@ -50,7 +51,8 @@ REFUSED = (  # what libraries refuse, and so an error names
     "embed_dim",
     "num_heads",
 )
-NOT_FOR_THE_MODEL = ("name", "family", "weights", "htm_layer", "vtm_layer", "checkpoint_blocks")
+# What all models have, but for the size of the images, is not for what builds them.
+NOT_FOR_THE_MODEL = {"family", *(x.name for x in dataclasses.fields(Model))} - {"image_size"}
 
 
 def build_model(config: AnyModel, num_classes: int) -> nn.Module:

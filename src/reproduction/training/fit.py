@@ -273,7 +273,7 @@ def save_checkpoint(run: TrainingRun, state: RunState) -> None:
         content = {
             **trainer.state(),
             **vars(state),
-            "sums": [[*sums] for sums in state.sums],
+            "sums": [sums._asdict() for sums in state.sums],
             "classes": trainer.classes,
             "config": asdict(trainer.config),
             "summary": folder.read_summary(),

@@ -86,11 +86,12 @@ class BatchMetrics:
     def _values(self, row: list[list[float]]) -> Line:
         values: Line = {}
         for (name, stat), (total, divisor, largest) in zip(self.stats.items(), row, strict=True):
-            value = largest if stat.is_max else total
-            if stat.divisor is None:
-                values[name] = int(value) if value.is_integer() else value
+            if stat.is_max:
+                values[name] = largest
+            elif stat.divisor is None:
+                values[name] = int(total)  # a count
             else:
-                values[name] = value / divisor if divisor else 0.0
+                values[name] = total / divisor if divisor else 0.0
         return values
 
 
@@ -147,11 +148,11 @@ class Sums(NamedTuple):
         return self.tokens / self.mixed_samples
 
 
-def sums_of(saved: list[float]) -> Sums:
-    """Returns the sums of a checkpoint; those of earlier revisions end before the mixed samples."""
-    if len(saved) < len(Sums._fields):
-        saved = [*saved, math.nan]
-    return Sums(*saved)
+def sums_of(saved: dict[str, float] | list[float]) -> Sums:
+    """Returns the sums of a checkpoint; of earlier revisions a list, some without mixed samples."""
+    if isinstance(saved, list):
+        saved = {"mixed_samples": math.nan, **dict(zip(Sums._fields, saved, strict=False))}
+    return Sums(**saved)
 
 
 def accuracy(line: Line) -> float:

@@ -105,7 +105,8 @@ def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns the summary; on other ranks the results alone.
     """
-    device = resolve_device(config.device, config.devices, config.recipe.precision)
+    precision = config.recipe.precision
+    device = resolve_device(config.device, config.devices, precision, config.compile)
     if config.compile:
         torch.compiler.reset()  # its limits count over all runs of a process
     with join_world(device) as world:
