@@ -12,8 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -95,7 +94,7 @@ def _call_source(asked: Asked) -> Data:
 
 def _prepared(asked: Asked) -> Callable[[], Any]:
     """Returns the function of a data set with its arguments."""
-    source, root, options = asked.source, asked.root, deepcopy(asked.options)
+    source, root, options = asked.source, asked.root, asked.options
     with DATA.refusing(source, asked.word):
         if root is None:
             return DATA.prepared(source, options)
@@ -124,9 +123,10 @@ def _labelled(parts: list[Items]) -> Data:
     untrained = {label for names in labels[1:] for label in names} - trained
     if untrained:
         raise Refused(f"held-out images are of class {min(untrained)!r}, no training image is")
-    halves = []
+    halves = list[Half]()
     for part, names in zip(parts, labels, strict=True):
-        halves.append(Half.of(part, [index[name] for name in names]))
+        targets = [index[name] for name in names]
+        halves.append(Half.of(part, targets, is_trained_on=not halves))  # the first
     train, held_out, *others = halves
     return Data(
         train=train,
@@ -213,7 +213,7 @@ def _with_validation(data: Data, ratio: float, seed: int) -> Data:
     except ValueError as error:
         raise UserError(f"{word}: {error}") from error
     train = half.take(sorted(kept.tolist()))
-    validation = half.take(sorted(apart.tolist()))
+    validation = replace(half.take(sorted(apart.tolist())), is_trained_on=False)
     lost = {*half.targets} - {*train.targets}
     if lost:
         raise UserError(f"{word}: leaves class {data.classes[min(lost)]} no training image")
@@ -320,7 +320,7 @@ def unlabelled(folder: Path, classes: list[str]) -> Data:
     Remarks name the broken ones, which are left out. UserError if there is no other.
     """
     items = Unlabelled(folder, allow_empty=True)
-    half = Half.of(items, items.targets)
+    half = Half.of(items, items.targets, is_trained_on=False)
     problems: list[str | None] = read_all(half, lambda image: None)
     broken = [f"left out: {problem}" for problem in problems if problem is not None]
     if len(broken) == len(half):
