@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.compose import check_asked, compose, expand, readable, text_of, with_words
-from reproduction.config import DATA, MODEL, Config, validated
+from reproduction.config import Config, validated
+from reproduction.door import Part
 from reproduction.errors import UserError, one_line_errors, say
 from reproduction.files import LONGEST, cut, write_json
 from reproduction.folder import RunFolder
@@ -88,9 +89,9 @@ def evaluate_run(options: dict[str, str], words: Sequence[str]) -> None:
     saved = folder.read_config()
     files = folder.weights(which)
     config = of_run(saved, words)
-    code = [MODEL.key]
+    code: list[Part] = ["model"]
     if options.keys().isdisjoint(("images", "export")):
-        code.append(DATA.key)
+        code.append("images")
     check_asked(config, words, *code)
     if "export" in options:
         export(config, files, options, is_run=True)

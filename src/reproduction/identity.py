@@ -208,18 +208,17 @@ def chosen_code(config: Config) -> Iterator[tuple[Door, str]]:
         yield METRIC.at(name), metric
 
 
-def own_code(config: Config) -> dict[str, str]:
-    """Returns the paths of code from elsewhere that a run names, by their keys."""
-    return {door.key: chosen for door, chosen in chosen_code(config) if door.is_own(chosen)}
+def own_code(config: Config) -> list[tuple[Door, str]]:
+    """Returns the paths of code from elsewhere that a run names, with their doors."""
+    return [(door, chosen) for door, chosen in chosen_code(config) if door.is_own(chosen)]
 
 
 def files_of_code(config: Config) -> dict[str, str]:
     """Returns the file of each path of `own_code`: what a run must have to be resumed."""
     found = {}
-    for door, path in chosen_code(config):
-        if door.is_own(path):
-            with door.refusing(path):
-                found[door.key] = file_of(path)
+    for door, path in own_code(config):
+        with door.refusing(path):
+            found[door.key] = file_of(path)
     return found
 
 

@@ -23,7 +23,7 @@ from reproduction.config import (
 )
 from reproduction.door import Refused, placed
 from reproduction.errors import UserError, first_line
-from reproduction.identity import chosen_code
+from reproduction.identity import own_code
 from reproduction.machine import keep_freed_memory
 from reproduction.models.cct import CCT
 from reproduction.models.library import build_library_model, build_vit
@@ -183,8 +183,8 @@ def try_pass(config: Config, num_classes: int) -> tuple[TokenMixup, Output]:
     """
     model = config.model
     words = []
-    for door, path in chosen_code(config):
-        if door.part in ("model", "tokens") and door.is_own(path):
+    for door, path in own_code(config):
+        if door.part in ("model", "tokens"):
             words.append(door.word(path))
     with torch.device("cpu" if words else "meta"):
         module = build_module(model, config.augmentation, num_classes)

@@ -18,7 +18,7 @@ from reproduction.config import Config
 from reproduction.data.inputs import build_training_inputs
 from reproduction.errors import UserError
 from reproduction.folder import RunFolder
-from reproduction.identity import chosen_code
+from reproduction.identity import own_code
 from reproduction.reporting.trained import (
     TrainedRun,
     load_trained,
@@ -55,8 +55,8 @@ def suggestions(folder: RunFolder, config: Config, batches: int) -> Iterator[str
     """
     if config.augmentation.htm is None:
         raise UserError(f"run={folder.path}: was trained without htm")
-    for door, path in chosen_code(config):
-        if door.part in ("inputs", "tokens") and door.is_own(path):
+    for door, path in own_code(config):
+        if door.part in ("inputs", "tokens"):
             word = door.word(path)
             raise UserError(f"{word}: pairs are counted here by methods of ours alone")
     trained = load_trained(config, folder)

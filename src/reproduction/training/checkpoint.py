@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from reproduction.config import MODEL, AnyModel, Checkpoint
+from reproduction.config import AnyModel, Checkpoint, Own
 from reproduction.data.loaders import InputTransform, build_evaluation_transform
 from reproduction.errors import UserError, few
 from reproduction.files import replacing
 from reproduction.folder import RunFolder
-from reproduction.identity import own_code
 from reproduction.models.build import (
     build_model,
     build_trained,
@@ -111,7 +110,7 @@ def load_run(folder: str | Path, weights: str = "last", source: str | None = Non
     """
     run = RunFolder(Path(folder).expanduser())
     config = run.read_config()
-    path = own_code(config).get(MODEL.key)
+    path = config.model.source if isinstance(config.model, Own) else None
     if path != source:
         raise UserError(f"run={folder}: its model.source is {path}, and must be given as source")
     plain, _ = read_plain(run.weights(weights))
