@@ -27,6 +27,7 @@ from typing import Any
 
 from reproduction.compose import check_asked, compose, expand, readable, text_of, with_words
 from reproduction.config import Config, validated
+from reproduction.door import Part
 from reproduction.errors import UserError, one_line_errors, say
 from reproduction.files import LONGEST, cut, write_json
 from reproduction.folder import RunFolder
@@ -88,9 +89,9 @@ def evaluate_run(options: dict[str, str], words: Sequence[str]) -> None:
     saved = folder.read_config()
     files = folder.weights(which)
     config = of_run(saved, words)
-    code = ["model.source"]
+    code: list[Part] = ["model"]
     if options.keys().isdisjoint(("images", "export")):
-        code.append("dataset.source")
+        code.append("images")
     check_asked(config, words, *code)
     if "export" in options:
         export(config, files, options, is_run=True)
@@ -195,8 +196,8 @@ def predict(config: Config, files: list[Path], options: dict[str, str]) -> None:
 
     found = evaluate_checkpoint(config, files, images)
     if is_first_rank():
-        say(f"{found.scores['checkpoint']}: {found.scores['images']} images of {images}")
-        write_predictions(predictions, found.predictions, labelled=False)
+        say(f"{found.facts['checkpoint']}: {found.facts['images']} images of {images}")
+        write_predictions(predictions, found.predictions)
         say(f"written to {predictions}")
 
 
@@ -213,20 +214,22 @@ def evaluate(config: Config, files: list[Path], options: dict[str, str], result:
     found = evaluate_checkpoint(config, files)
     if not is_first_rank():
         return
-    scores, predicted = found
-    parts = [f"top-1 {scores['top1']:.2f} %"]
+    scores, facts, predicted = found
+    assert scores is not None
+    assert predicted.targets is not None
+    parts = [f"top-1 {scores.top1:.2f} %"]
     if len(predicted.classes) > TOP:
-        parts.append(f"top-5 {scores['top5']:.2f} %")
-    parts.append(f"loss {scores['eval_loss']:.4f}")
-    parts += [f"{name} {scores[name]:.4g}" for name in config.recipe.metrics]
-    of = f"{scores['images']} images of {scores['dataset']}"
-    say(f"{scores['checkpoint']}: {', '.join(parts)} on {of}")
-    write_json(result, scores)
+        parts.append(f"top-5 {scores.top5:.2f} %")
+    parts.append(f"loss {scores.loss:.4f}")
+    parts += [f"{name} {value:.4g}" for name, value in scores.own.items()]
+    of = f"{facts['images']} images of {facts['dataset']}"
+    say(f"{facts['checkpoint']}: {', '.join(parts)} on {of}")
+    write_json(result, facts)
     written = [result]
     if file is not None:
         from reproduction.reporting.drawing import draw_confusion
 
-        write_predictions(file, predicted, labelled=True)
+        write_predictions(file, predicted)
         by_class = result.with_name(f"{result.stem}-classes.csv")
         write_classes(by_class, predicted)
         confusion = result.with_name(f"{result.stem}-confusion.svg")

@@ -133,7 +133,8 @@ def measure(model: str, how: str, device: str, rounds: int) -> dict[str, Any]:
         try:
             step = training_step(words, case.classes, images, case.sharpness)
             micro_batches = step()
-            tokens[name] = float(micro_batches[0].output.stats["mixed_tokens"])
+            mixed = micro_batches[0]["mixed_tokens"]
+            tokens[name] = float(mixed.total / max(mixed.divisor, 1))
         except Exception as error:  # of a compiler, or a lack of memory
             say(f"not timed: {model}, {how}, {name}: {first_line(error)}")
             continue

@@ -59,9 +59,10 @@ def accuracy_of(file: Path, words: Sequence[str]) -> float:
         precision = "float16"
     config = compose([f"recipe.precision={precision}", *words])
     result = Path(config.output_root, "evaluations", f"{file.name.partition('.')[0]}.json")
-    scores = evaluate_checkpoint(config, [file]).scores
-    write_json(result, scores)
-    return scores["top1"]
+    scores, facts, _ = evaluate_checkpoint(config, [file])
+    assert scores is not None
+    write_json(result, facts)
+    return scores.top1
 
 
 if __name__ == "__main__":

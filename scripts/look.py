@@ -18,11 +18,11 @@ def main() -> None:
     args = parser.parse_args()
     folder = RunFolder(args.run.removeprefix("run="))
     config = folder.read_config()
-    named = [f"{key}={path}" for key, path in own_code(config).items()]
+    named = [door.word(path) for door, path in own_code(config)]
     for word in args.words:
         if word not in named:
             parser.error(f"{word}: must be code of the run: {', '.join(named) or 'it has none'}")
-    check_asked(config, args.words, "dataset.source", "model.source")
+    check_asked(config, args.words, "images", "model")
     from reproduction.reporting.suggestions import suggestions
     from reproduction.training.stop import ending
 

@@ -53,6 +53,7 @@ from reproduction.training.step import Trainer
 from scripts import bench
 from tests.images import read
 from tokenmixup import TokenMixup
+from tokenmixup.output import Stat
 
 Line = dict[str, Any]
 Words = str | Iterable["Words"]  # a word of a command line, or a group of them
@@ -475,7 +476,7 @@ class Step(NamedTuple):
     losses: list[float]  # of each micro-batch
     gradients: dict[str, Tensor]  # as the optimiser got them, by the names of `trainer.module`
     lr: float
-    parts: list[Any]  # loss, output and the scalars of the log
+    parts: list[dict[str, Stat]]  # figures of each micro-batch
     trainer: Any
 
 
@@ -510,7 +511,14 @@ def step(trainer: Any, batch: tuple[Tensor, Tensor]) -> Step:
         parts = trainer.train_step(images, classes, len(images))
     finally:
         handle.remove()
-    return Step([float(part.loss) for part in parts], gradients, trainer.lr, parts, trainer)
+    losses = [value_of_stat(part["loss"]) for part in parts]
+    return Step(losses, gradients, trainer.lr, parts, trainer)
+
+
+def value_of_stat(stat: Stat) -> float:
+    """A figure that has a divisor, 0 for 0 / 0."""
+    assert stat.divisor is not None
+    return float(stat.total) / max(float(stat.divisor), 1)
 
 
 def meta_module(*words: Words, classes: int = 10) -> TokenMixup:

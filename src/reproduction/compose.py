@@ -32,6 +32,7 @@ from reproduction.config import (
     Config,
     validated,
 )
+from reproduction.door import Part
 from reproduction.errors import UserError
 from reproduction.files import cut
 from reproduction.folder import RunFolder, find
@@ -359,12 +360,12 @@ def hydra_arguments() -> list[str]:
     return line + [word for word in of_hydra if not OF_SWEEPS.match(key_of(word))]
 
 
-def check_asked(config: Config, words: Sequence[str], *keys: str) -> None:
-    """Raises UserError for code from elsewhere at one of these keys that the words do not name.
+def check_asked(config: Config, words: Sequence[str], *parts: Part) -> None:
+    """Raises UserError for code from elsewhere in these parts that the words do not name.
 
     The configuration of a run from elsewhere must run no code unasked.
     """
-    for key, path in own_code(config).items():
-        word = f"{key}={path}"
-        if key in keys and word not in words:
+    for door, path in own_code(config):
+        word = door.word(path)
+        if door.part in parts and word not in words:
             raise UserError(f"{word}: the run needs this code; to run it, add {word}")

@@ -7,7 +7,6 @@ manifold mixup are the library's classes, which check themselves.
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
@@ -36,7 +35,20 @@ CONF_DIR, TRAIN = ROOT / "conf", ROOT / "train.py"
 SOURCES = "reproduction.data.sources"  # the module that opens the data sets
 LONGEST_NAME = 200  # bytes; most file systems allow 255
 MOST_WORKERS = 16  # of dataset.workers=auto
-MEASURED = ("top1", "top5", "loss", "eval_loss", "epoch", "step")  # of every run
+# What lines and files of results have already: metrics of one's own have other names.
+MEASURED = (
+    "top1",
+    "top5",
+    "loss",
+    "eval_loss",
+    "epoch",
+    "step",
+    "images",
+    "dataset",
+    "root",
+    "settings",
+    "checkpoint",
+)
 Kind = TypeVar("Kind")
 
 
@@ -78,28 +90,20 @@ PathName = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser
 
 # Keys that choose a function. What each one is called with, and returns: docs/extending.md.
 DATA_SETS = ("digits", "cifar10", "cifar100", "image_folder", "imagenet1k")
-DATA = Door("dataset.source", {name: f"{SOURCES}:{name}" for name in DATA_SETS})
-MODEL = Door("model.source")
-HTM_RULES = {name: Door(f"augmentation.htm.{name}", ours) for name, ours in RULES.items()}
+DATA = Door("dataset.source", "images", {name: f"{SOURCES}:{name}" for name in DATA_SETS})
+MODEL = Door("model.source", "model")
+HTM_RULES = {name: Door(f"augmentation.htm.{name}", "tokens", ours) for name, ours in RULES.items()}
 OPTIMIZER = Door(
     "recipe.optimizer",
+    "step",
     {
         "adamw": "reproduction.training.optimizers:adamw",
         "sgd": "reproduction.training.optimizers:sgd",
     },
 )
-LOSS = Door("recipe.loss", {"cross_entropy": "reproduction.training.step:cross_entropy"})
-METRIC = Door("recipe.metrics.*")
-MIXING = Door("augmentation.own.*.source")
-DOORS = (DATA, MODEL, *HTM_RULES.values(), OPTIMIZER, LOSS, METRIC, MIXING)
-
-
-def door_of(key: str) -> Door | None:
-    """Returns the door of a key that chooses a function."""
-    for door in DOORS:
-        if fnmatchcase(key, door.key):
-            return dataclasses.replace(door, key=key)
-    return None
+LOSS = Door("recipe.loss", "step", {"cross_entropy": "reproduction.training.step:cross_entropy"})
+METRIC = Door("recipe.metrics.*", "evaluation")
+MIXING = Door("augmentation.own.*.source", "inputs", typed="augmentation.*.source")
 
 
 def metric_name(value: str) -> str:

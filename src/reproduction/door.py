@@ -10,14 +10,14 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from traceback import extract_tb
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import WithJsonSchema
 
@@ -52,13 +52,29 @@ def placed(error: Exception) -> str:
     return f"{first_line(error)} ({place.filename}:{place.lineno})"
 
 
+# What a run does with the code: reads images, builds the model, mixes inputs, mixes tokens, takes
+# the rest of a step, evaluates.
+Part = Literal["images", "model", "inputs", "tokens", "step", "evaluation"]
+
+
 @dataclass(frozen=True)
 class Door:
     """What may stand at a key of the configuration that chooses a function."""
 
     key: str
+    part: Part
     # the paths of ours by name: to list them, nothing is imported
     ours: Mapping[str, str] = field(default_factory=dict)
+    typed: str = ""  # the key as users type it, if it is another
+
+    def at(self, name: str) -> "Door":
+        """Returns the door of one name, if its key has a `*` for them."""
+        key, typed = (text.replace("*", name) for text in (self.key, self.typed))
+        return replace(self, key=key, typed=typed)
+
+    def word(self, chosen: str) -> str:
+        """Returns what is typed to choose this."""
+        return f"{self.typed or self.key}={chosen}"
 
     @property
     def allowed(self) -> str:
@@ -127,7 +143,7 @@ class Door:
     @contextmanager
     def refusing(self, chosen: str, word: str = "") -> Iterator[None]:
         """Turns what fails into one line: of `word`, which is probably wrong, or of this key."""
-        word = word or f"{self.key}={chosen}"
+        word = word or self.word(chosen)
         try:
             yield
         except OneLineError:

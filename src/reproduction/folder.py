@@ -72,8 +72,8 @@ class RunFolder:
         if not is_first_rank():
             return  # the first rank may already have created it for the others
         if saved(asdict(config)) != config:
-            rule = "must hold no empty mapping, and no key with a dot: neither can be read back"
-            raise UserError(f"options of code of your own: {rule}")
+            rule = "no empty mapping, and no key that is a number or has a dot"
+            raise UserError(f"options of code of your own: must hold {rule}: none is read back")
         place = next(x for x in self.path.absolute().parents if os.path.lexists(x))
         if not place.is_dir():
             raise UserError(f"output_root={config.output_root}: {place} is no folder")

@@ -7,7 +7,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from reproduction.config import SOURCES, Command, Config, door_of, validated
+from reproduction.config import (
+    DATA,
+    HTM_RULES,
+    LOSS,
+    METRIC,
+    MIXING,
+    MODEL,
+    OPTIMIZER,
+    SOURCES,
+    Command,
+    Config,
+    Own,
+    validated,
+)
 from reproduction.door import Door, file_of
 from reproduction.errors import UserError, as_typed
 
@@ -180,23 +193,32 @@ def name_hash(config: Config) -> str:
 
 def chosen_code(config: Config) -> Iterator[tuple[Door, str]]:
     """Yields each key that chooses a function, as its door, and what it chooses."""
-    for key, chosen in flat(asdict(config)):
-        door = door_of(key)
-        if door is not None:
-            yield door, chosen
+    stack, recipe = config.augmentation, config.recipe
+    yield DATA, config.dataset.source
+    if isinstance(config.model, Own):
+        yield MODEL, config.model.source
+    for name, mix in stack.own.items():
+        yield MIXING.at(name), mix.source
+    if stack.htm is not None:
+        for name, door in HTM_RULES.items():
+            yield door, getattr(stack.htm, name)
+    yield OPTIMIZER, recipe.optimizer
+    yield LOSS, recipe.loss
+    for name, metric in recipe.metrics.items():
+        yield METRIC.at(name), metric
 
 
-def own_code(config: Config) -> dict[str, str]:
-    """Returns the paths of code from elsewhere that a run names, by their keys."""
-    return {door.key: chosen for door, chosen in chosen_code(config) if door.is_own(chosen)}
+def own_code(config: Config) -> list[tuple[Door, str]]:
+    """Returns the paths of code from elsewhere that a run names, with their doors."""
+    return [(door, chosen) for door, chosen in chosen_code(config) if door.is_own(chosen)]
 
 
 def files_of_code(config: Config) -> dict[str, str]:
     """Returns the file of each path of `own_code`: what a run must have to be resumed."""
     found = {}
-    for key, path in own_code(config).items():
-        with Door(key).refusing(path):
-            found[key] = file_of(path)
+    for door, path in own_code(config):
+        with door.refusing(path):
+            found[door.key] = file_of(path)
     return found
 
 

@@ -190,8 +190,7 @@ def _steps(trainer: Trainer, batches: list[int]) -> list[Line]:
         images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
         classes = torch.randint(len(trainer.classes), (batch,), generator=generator)
         micro_batches = trainer.train_step(images, classes, batch)
-        stats = [part.stats for part in micro_batches]
-        lines.add({"step": trainer.step}, batch, stats)
+        lines.add({"step": trainer.step}, batch, micro_batches)
     return lines.fetch()[0]
 
 

@@ -21,9 +21,10 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from reproduction.config import ROOT
+from reproduction.data.workers import Batch
 from reproduction.errors import PlainError
 from reproduction.models import build
-from reproduction.training.evaluate import evaluate
+from reproduction.training.evaluate import Scorer, predict
 from reproduction.training.graph import WARM_UP
 from reproduction.training.metrics import until_diverged
 from reproduction.training.ranks import join_world
@@ -165,8 +166,14 @@ def test_an_evaluation_waits_once(gpu: torch.device, record_property: Record):
     world = trainer.world
 
     def waits_in(batches: int) -> list[str]:
-        batch = pinned_batch()
-        return waits_of(partial(evaluate, model, normalize, [batch] * batches, world, "bf16"))
+        batch = Batch(*pinned_batch(), places=[*range(8)], unreadable={})
+        scorer = Scorer({}, world)
+
+        def evaluate() -> None:
+            predict(model, normalize, [batch] * batches, world, "bf16", scorer)
+            scorer.scores()
+
+        return waits_of(evaluate)
 
     few = waits_in(1)
     many = waits_in(5)
@@ -407,7 +414,7 @@ def test_steps_of_a_graph_draw_new_random_numbers(has_dropout: bool, device: tor
     images = torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8)
     for trainer.step in range(WARM_UP + 3):
         parts = trainer.train_step(images, torch.arange(6), 6)
-        losses += [float(part.loss) for part in parts]
+        losses += [float(part["loss"].total) for part in parts]
     different = set(losses)
     if has_dropout:
         assert len(different) == WARM_UP + 3, losses

@@ -1,5 +1,6 @@
 """Every example of docs/extending.md, from a folder outside of the repository, and what it does."""
 
+import json
 import re
 import shlex
 import sys
@@ -7,7 +8,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
+from safetensors import safe_open
 
+from reproduction.errors import UserError
 from tests.doors import (
     ROOT,
     SMALL,
@@ -23,6 +27,7 @@ from tests.doors import (
     script,
     train,
     trained,
+    words_of,
 )
 from tests.images import OWN, disturbed
 from tests.pages import codes
@@ -232,3 +237,75 @@ def test_a_loss_that_leaves_a_parameter_without_gradient_is_for_one_rank(here: P
     assert_succeeded(train(words, "name=one"))
     result = train(words, "name=two", "devices=2")
     assert_refused(result, "recipe.loss=plain:loss: gives", "scorenets.1", "devices=2")
+
+
+def test_pictures_and_counts_of_a_model_with_an_adapter_of_its_own():
+    (words,) = [words for words in COMMANDS.values() if "model=custom" in words]
+    mine = trained(SMALL[1:], MIXES, STEPS, words, "augmentation=[htm,vtm]")
+    report = (mine.path / "report.md").read_text()
+    for picture in ("mixed_pairs.png", "saliency.png", "memory.png"):
+        assert f"![{picture}]" in report, report
+    result = script("look", str(mine.path), "model.source=vit:vit", "--batches=1")
+    assert_succeeded(result, "tokens replaced")
+
+
+INSIDE = """
+from torch import nn
+
+class Inside(nn.Module):
+    def __init__(self, num_classes, size):
+        super().__init__()
+        assert num_classes > 1
+        self.model = nn.Sequential(nn.Flatten(), nn.Linear(3 * size**2, num_classes))
+
+    def forward(self, images):
+        return self.model(images)
+"""
+
+
+def test_weights_of_a_model_whose_names_are_like_those_of_other_programs(here: Path):
+    """Its parameters are `model.1.weight`, as those of the plain model in a module."""
+    (here / "inside.py").write_text(INSIDE)
+    chosen = words_of("model=custom model.name=inside model.source=inside:Inside augmentation=[]")
+    size = "+model.options.size=${model.image_size}"
+    mine = trained(SMALL[1:], STEPS, chosen, size)
+    of_run = ("run=outputs/mine", "model.source=inside:Inside")
+    for weights in ("last", "best"):
+        assert_succeeded(evaluate(of_run, f"weights={weights}"))
+        model, _, _ = load_run(mine.path, weights, source="inside:Inside")
+        assert dict(model.state_dict()).keys() == mine.best().keys()
+    best = mine.path / "checkpoints" / "best.safetensors"
+    other = trained(SMALL[1:], STEPS, chosen, size, f"model.weights={best}", name="other")
+    assert "and its head" in other.summary["initial_weights"]
+    assert_succeeded(evaluate(of_run, "export=mine.safetensors"))
+    torch.save(mine.best(), "foreign.pt")
+    of_file = ("checkpoint=foreign.pt", chosen, size)
+    assert_succeeded(evaluate(of_file, "export=foreign.safetensors"))
+    for file in ("mine", "foreign"):
+        with safe_open(f"{file}.safetensors", "pt") as exported:
+            assert {*exported.keys()} == mine.best().keys()
+            assert json.loads(exported.metadata()["arguments"])["num_classes"] == 10
+
+
+def test_a_run_whose_checkpoint_names_no_classes_is_not_loaded():
+    """Those of early revisions did not."""
+    run = trained(SMALL, STEPS)
+    content = run.checkpoint()
+    del content["classes"]
+    torch.save(content, run.checkpoints[0])
+    with pytest.raises(UserError, match="names no classes"):
+        load_run(run.path)
+
+
+def test_what_is_not_the_fault_of_code_beside_it_is_not_blamed_on_it(here: Path):
+    """A metric, a loss and an optimiser do not run in the pass that is tried."""
+    (here / "plain.py").write_text(PLAIN)
+    own = (f"+{ECE}", "recipe.loss=plain:loss", "recipe.optimizer=torch.optim:SGD")
+    result = train(SMALL, own, "augmentation=[vtm]", "augmentation.vtm.kappa=1000")
+    assert_refused(result, "train.py: model=cct_2_3x2: ", "kappa=1000")
+
+
+def test_a_mixing_is_refused_in_a_graph_by_the_key_that_is_typed():
+    graph = ("compile=cuda-graph", "device=cuda", "dry_run=1")
+    result = train("--config-dir", "mine", SMALL, graph, "augmentation=[resizemix]")
+    assert_refused(result, "augmentation.resizemix.source=resizemix:mix: cannot be captured, as it")

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import yaml
 
-from reproduction.config import door_of
+from reproduction.config import DATA, HTM_RULES, LOSS, MODEL, OPTIMIZER
 from reproduction.identity import FIRST_DEFAULTS, GONE
 from reproduction.training import run as training
 from tests.doors import (
@@ -98,12 +98,15 @@ OTHER: dict[str, Any] = {  # valid values where a number or a flag cannot just b
 }
 
 
+FUNCTIONS = {door.key for door in (DATA, MODEL, *HTM_RULES.values(), OPTIMIZER, LOSS)}
+
+
 def raw_of(*words: Words) -> dict[str, Any]:
     return dry(words)[0]
 
 
 def changed(key: str, value: Any) -> Any:
-    if key in OTHER or door_of(key) is not None:
+    if key in OTHER or key in FUNCTIONS:
         return OTHER.get(key, "own:others")
     if isinstance(value, bool):
         return not value

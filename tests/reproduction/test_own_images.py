@@ -13,8 +13,10 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from torchvision.datasets import DatasetFolder
 
 from reproduction.data import halves
+from reproduction.data.sources import opened
 from tests.doors import (
     ROOT,
     SHORT,
@@ -23,8 +25,10 @@ from tests.doors import (
     Words,
     assert_refused,
     assert_succeeded,
+    config_of,
     dry,
     evaluate,
+    initial_model,
     predictions,
     runs,
     snapshot,
@@ -361,3 +365,35 @@ def test_the_example_of_hugging_face_trains_and_evaluates(
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda name: splits))
     options = words_of("+dataset.options.name=beans +dataset.options.label=labels")
     assert_trains("hub", HUB, (options, "model.image_size=8"), images=12)
+
+
+def numpy_files() -> Any:
+    half = DatasetFolder("arrays", loader=np.load, extensions=(".npy",))
+    return half, half
+
+
+def test_files_of_unknown_size_are_not_held_in_memory(here: Path):
+    for i, pixels in enumerate(PIXELS):
+        folder = here / "arrays" / NAMES[i % 3]
+        folder.mkdir(parents=True, exist_ok=True)
+        np.save(folder / f"{i}.npy", pixels)
+    data = opened(config_of("dataset=custom", f"dataset.source={HERE}:numpy_files").dataset)
+    held = halves.in_memory(data, ("train", "held_out"), ranks=1)
+    assert held.train.decoded is None
+    assert held.held_out.decoded is None
+    assert_succeeded(train("dataset=custom", f"dataset.source={HERE}:numpy_files", TINY))
+
+
+def by_number(names: dict[int, str]) -> Any:
+    half = [(pixels, names[i % 2]) for i, pixels in enumerate(PIXELS)]
+    return half, half
+
+
+def test_keys_of_an_option_have_the_types_that_were_typed(here: Path):
+    """In training they are refused: a run could not tell them from texts."""
+    own = ("dataset=custom", f"dataset.source={HERE}:by_number")
+    names = "+dataset.options.names={0: cat, 1: dog}"
+    assert_refused(train(own, TINY, names), "no key that is a number")
+    torch.save(initial_model(TINY, classes=2).state_dict(), "x.pt")
+    assert_succeeded(evaluate("checkpoint=x.pt", own, TINY[:2], names, "predictions=x.csv"))
+    assert {row["class"] for row in predictions("x.csv")} == {"cat", "dog"}

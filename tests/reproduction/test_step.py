@@ -68,7 +68,7 @@ def test_updates_in_micro_batches_equal_full_batches(stack: str, count: int):
     words = (SGD, f"augmentation=[{stack}]")
     full = step(words, images_of(7))
     cut = step((words, f"recipe.grad_accum_steps={count}"), images_of(7))
-    sizes = [len(part.output.logits) for part in cut.parts]
+    sizes = [part["loss"].divisor for part in cut.parts]
     assert len(sizes) == count
     assert sum(sizes) == 7
     assert max(sizes) - min(sizes) <= 1
@@ -82,10 +82,9 @@ def test_updates_in_micro_batches_equal_full_batches(stack: str, count: int):
 def test_pairs_are_matched_within_a_micro_batch(count: int, replaces: bool):
     """Of 6 images; one that is alone has no donor."""
     done = step((PLAIN, MIX_ALL, f"recipe.grad_accum_steps={count}"), images_of(6))
-    stats = [part.output.stats for part in done.parts]
-    assert sum(int(figures["easy_samples"]) for figures in stats) == 6
-    for figures in stats:
-        assert (figures["mixed_tokens"] > 0) == replaces
+    assert sum(int(part["easy_samples"].total) for part in done.parts) == 6
+    for part in done.parts:
+        assert (part["mixed_tokens"].total > 0) == replaces
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])

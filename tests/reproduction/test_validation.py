@@ -144,3 +144,14 @@ def test_folder_with_val_and_test_is_validated_on_val_and_tested_at_the_end(here
     assert set(summary) >= TEST_KEYS | VALIDATION_KEYS
     assert summary["top1_best"] is None
     assert_succeeded(evaluate("run=outputs/run"), "on 8 images of image_folder")
+
+
+def test_a_metric_of_a_name_like_ours_replaces_none(here: Path):
+    """It has no part in the choice of an epoch, and keeps its name."""
+    Path("one.py").write_text("def one():\n    return lambda logits, classes: (1.0, 1)\n")
+    run = trained(SPLIT, "+recipe.metrics.eval_top1=one:one")
+    for line in run.epochs:
+        assert line["val_eval_top1"] == 1
+        assert line["val_top1"] != 1
+    assert run.summary["val_top1_last"] == run.epochs[-1]["val_top1"]
+    assert run.summary["eval_top1_last"] == 1

@@ -495,11 +495,13 @@ def test_saliency_is_what_a_block_of_ones_own_attends_to(kind: Any, vtm: Any, to
 def test_a_model_placed_on_a_cpu_keeps_vtm_beside_dropout_of_attention():
     """Whose other blocks leave the fused attention, which is slower there."""
     module = attach(small_cct(attn_drop=0.1), CLASSES, vtm={"layer": 2, "kappa": 3})
-    module = place(module, torch.device("cpu")).train()
+    place(module, torch.device("cpu"))
+    module.train()
     blocks: Any = module.model.blocks
     assert [block.attn.fused_attn for block in blocks] == [False, False, True, False]
     assert training_loss(module(*drawn_batch(4, 16))).isfinite()
-    plain = place(small_cct(attn_drop=0.1), torch.device("cpu"))
+    plain = small_cct(attn_drop=0.1)
+    place(plain, torch.device("cpu"))
     assert not any(block.attn.fused_attn for block in plain.blocks)
 
 

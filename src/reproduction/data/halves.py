@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 from torchvision.datasets import DatasetFolder
 
-from reproduction.data.images import NoImage, rgb, size
+from reproduction.data.images import ENDINGS, NoImage, rgb, size
 from reproduction.errors import PlainError
 
 MOST_MEMORY = 2**30  # bytes of decoded images that the runs of one command keep on a machine
@@ -42,11 +42,12 @@ class Half:
     targets: list[int]
     places: Sequence[int]
     decoded: list[np.ndarray | str] | None = None
+    is_trained_on: bool = False  # else evaluated on, for which all images must be readable
 
     @classmethod
-    def of(cls, items: Items, targets: Sequence[int]) -> "Half":
+    def of(cls, items: Items, targets: Sequence[int], is_trained_on: bool) -> "Half":
         """All images of `items`."""
-        return cls(items, [*targets], range(len(targets)))
+        return cls(items, [*targets], range(len(targets)), is_trained_on=is_trained_on)
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -89,7 +90,7 @@ class Half:
     def take(self, indices: Sequence[int]) -> "Half":
         targets = [self.targets[i] for i in indices]
         places = [self.places[i] for i in indices]
-        return Half(self.items, targets, places)
+        return replace(self, targets=targets, places=places, decoded=None)
 
     def content(self, classes: list[str]) -> list[str]:
         """What tells images from others: names and sizes of files, else their classes."""
@@ -100,10 +101,13 @@ class Half:
         pairs = zip(_sizes(names), names, strict=True)
         return [f"{size} {name.removeprefix(root)}" for size, name in pairs]
 
-    def bytes_in_memory(self) -> Iterator[bytes]:
-        """The content of images that a function has returned in a list."""
-        if not isinstance(self.items, list | tuple):
-            return
+    @property
+    def is_listed(self) -> bool:
+        """Whether a function has returned all images at once."""
+        return isinstance(self.items, list | tuple)
+
+    def pixels(self) -> Iterator[bytes]:
+        """The content of each image."""
         for place in self.places:
             image = np.asarray(self.items[place][0])
             yield f"{image.dtype} {image.shape}".encode() + image.tobytes()
@@ -148,31 +152,35 @@ def in_memory(data: Data, names: Sequence[str], ranks: int) -> Data:
         room = left
         decoded = read_all(half, np.array)
         broken = {i: x for i, x in enumerate(decoded) if isinstance(x, str)}
-        if name == "train":
-            check_unreadable(broken, half)
-        elif broken:
-            first = next(iter(broken.values()))
-            count = f"{len(broken):,} of {len(half):,} images to evaluate on"
-            raise PlainError(f"{first}; {count} are unreadable, allowed is none")
+        check_unreadable(broken, half)
         data = data._replace(**{name: replace(half, decoded=decoded)})
     return data
 
 
 def check_unreadable(unreadable: Mapping[int, str], half: Half) -> None:
-    """Raises PlainError, which names the first, if more than one in ONE_IN images is unreadable.
+    """Raises PlainError, which names the first, if too many are unreadable: index -> reason.
 
-    `unreadable` maps the indices of training images to the reason.
+    That is one to evaluate on, or more than one in ONE_IN to train on.
     """
-    if len(unreadable) * ONE_IN > len(half):
+    most, use, allowed = 0, "evaluate", "none"
+    if half.is_trained_on:
+        most, use, allowed = len(half) // ONE_IN, "train", f"1 in {ONE_IN}"
+    if len(unreadable) > most:
         first = next(iter(unreadable.values()))
-        count = f"{len(unreadable):,} of {len(half):,} images to train on"
-        raise PlainError(f"{first}; {count} are unreadable, allowed is 1 in {ONE_IN}")
+        count = f"{len(unreadable):,} of {len(half):,} images to {use} on"
+        raise PlainError(f"{first}; {count} are unreadable, allowed is {allowed}")
 
 
 def _left(half: Half, room: int) -> int:
-    """What of the room is left beside all images of a half, negative if they do not fit."""
+    """What of the room is left beside all images of a half, negative if they do not fit.
+
+    Nobody knows the size of a file that is no image, such as an array: it does not fit.
+    """
     for index in range(len(half)):
-        room -= size(half.name(index))
+        name = half.name(index)
+        if not name.lower().endswith(ENDINGS):
+            return -1
+        room -= size(name)
         if room < 0:
             break
     return room

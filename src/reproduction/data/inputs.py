@@ -4,10 +4,9 @@ Letters: b batch, c classes, h w image.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from math import exp, log, sqrt
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,14 +24,19 @@ LOG_RATIOS = (log(0.3), log(1 / 0.3))  # its height over its width
 ATTEMPTS = 10  # to draw a box that fits
 
 
+class MixingDraws(NamedTuple):
+    """What is drawn for mixup or CutMix of a batch."""
+
+    ratios: Tensor  # 4 1 1: weights of own and partner's pixels, then of labels
+    swapped: Tensor | None  # 1 1 h w bool, pixels taken from the partner, with CutMix
+    is_mixed: Tensor  # b bool, images that are mixed with another one
+
+
 class Draws(NamedTuple):
     """What the host draws for a batch, or its copy on the device. None: of what is off."""
 
-    ratios: Tensor | None = None  # 4 1 1: weights of own and partner's pixels, then of labels
-    swapped: Tensor | None = None  # 1 1 h w bool, pixels taken from the partner, with CutMix
-    is_mixed: Tensor | None = None  # b bool, images that are mixed with another one
+    mixing: Any = None  # MixingDraws or, for an input mixing of one's own, numpy's generator
     kept: Tensor | None = None  # b 1 h w bool, pixels that are not erased
-    own: np.random.Generator | None = None  # for an input mixing of one's own
 
     def to(self, device: torch.device) -> "Draws":
         return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), self)
@@ -80,7 +84,7 @@ class InputMixing(Mixup):
     odd batch is mixed with itself.
     """
 
-    def draw(self, shape: torch.Size) -> Draws:
+    def draw(self, shape: torch.Size) -> MixingDraws:
         """Returns the draws for images `b 3 h w`, from numpy's global generator, as timm's."""
         b, _, h, w = shape
         lam, is_cutmix = self._params_per_batch()
@@ -99,14 +103,13 @@ class InputMixing(Mixup):
         is_mixed = np.full(b, label_weight < 1)
         if b % 2 == 1:
             is_mixed[b // 2] = False
-        return Draws(
+        return MixingDraws(
             ratios=for_device(ratios[:, None, None]),
             swapped=for_device(swapped) if self.cutmix_alpha > 0 else None,
             is_mixed=for_device(is_mixed),
         )
 
-    def mix(self, images: Tensor, classes: Tensor, draws: Draws) -> Mixed:
-        assert draws.ratios is not None
+    def mix(self, images: Tensor, classes: Tensor, draws: MixingDraws) -> Mixed:
         pixel_weight, pixel_rest, weight, rest = draws.ratios  # 1 1 each
         partners = images.flip(0)
         if self.mixup_alpha > 0:
@@ -136,17 +139,15 @@ class OwnMixing:
     """An input mixing of one's own."""
 
     def __init__(self, name: str, settings: OwnMix):
-        door = replace(MIXING, key=f"augmentation.{name}.source")
-        self.mix_images: Mix = door.made(settings.source, settings.options)
+        self.mix_images: Mix = MIXING.at(name).made(settings.source, settings.options)
 
-    def draw(self, shape: torch.Size) -> Draws:
+    def draw(self, shape: torch.Size) -> np.random.Generator:
         """Returns a generator, seeded from numpy's global one."""
-        return Draws(own=np.random.default_rng(np.random.randint(2**31)))
+        return np.random.default_rng(np.random.randint(2**31))
 
-    def mix(self, images: Tensor, classes: Tensor, draws: Draws) -> Mixed:
+    def mix(self, images: Tensor, classes: Tensor, rng: np.random.Generator) -> Mixed:
         """Mixes a batch; ValueError for other shapes, and on a CPU for weights beyond 0 and 1."""
-        assert draws.own is not None
-        mixed, partners, weight = self.mix_images(images, classes, draws.own)
+        mixed, partners, weight = self.mix_images(images, classes, rng)
         b = len(images)
         found = [getattr(x, "shape", ()) for x in (mixed, partners, weight)]
         if found != [images.shape, (b,), (b,)]:
@@ -269,7 +270,7 @@ class TrainingInputs:
         draws = Draws()
         if self.mixing is not None:
             with seeded(Purpose.MIX_INPUTS, *key):
-                draws = self.mixing.draw(shape)
+                draws = Draws(self.mixing.draw(shape))
         if self.erase is not None:
             draws = draws._replace(kept=self.erase.draw(shape, *key))
         return draws
@@ -278,7 +279,7 @@ class TrainingInputs:
         images = self.normalize(images)
         mixed = Mixed(images, classes, classes)
         if self.mixing is not None:
-            mixed = self.mixing.mix(images, classes, draws)
+            mixed = self.mixing.mix(images, classes, draws.mixing)
         if self.erase is not None and draws.kept is not None:
             mixed = mixed._replace(images=self.erase.fill(mixed.images, draws.kept))
         return mixed

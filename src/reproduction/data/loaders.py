@@ -43,9 +43,9 @@ class TrainingImages(Dataset[Example]):
 
     def _augmented(self, epoch: int, index: int) -> Example:
         unreadable: dict[int, str] = {}
-        image, target = self._readable(index, unreadable)
+        image, target = self._readable(index, unreadable)  # perhaps those of the next index
         seed_generators(Purpose.AUGMENT, self.seed, epoch, index)
-        return Example(self.transform(image), target, unreadable)
+        return Example(index, self.transform(image), target, unreadable)
 
     def _readable(self, index: int, unreadable: dict[int, str]) -> tuple[Image.Image, int]:
         """The image at an index or, in its place, the next one that is readable, with its class."""
@@ -70,7 +70,7 @@ class EvaluationImages(Dataset[Example]):
             image, target = self.half[index]
         except Unreadable as error:
             raise PlainError(f"{error}; in evaluation no other image takes its place") from error
-        return Example(self.transform(image), target, {})
+        return Example(index, self.transform(image), target, {})
 
     def __getitems__(self, indices: list[int]) -> list[Example]:
         return [self[index] for index in indices]
@@ -170,13 +170,6 @@ def build_evaluation_transform(config: Config) -> Transform:
     settings = preprocessing(config)
     size = settings.pop("image_size")
     return create_transform(size, **settings, is_training=False, normalize=False)
-
-
-def build_training_loader(
-    config: Config, half: Half, batches: TrainingBatches, pin: bool
-) -> Loader:
-    """Returns the loader of this rank's batches."""
-    return Loader(build_training_images(config, half), batches, config.workers, pin)
 
 
 def build_evaluation_loader(config: Config, half: Half, rank: int, ranks: int, pin: bool) -> Loader:

@@ -6,13 +6,13 @@ uint8 array) with its class (a name or an integer), as in torchvision. If it has
 is read for its class, and if it has `classes`, these are the names of integers.
 """
 
-import json
 import math
 import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -46,7 +46,7 @@ def opened(dataset: Dataset) -> Data:
     is the ratio `validation`, stratified by class.
     """
     hide_warnings()  # in a process of any launcher
-    data = _call_source(dataset.source, dataset.root, json.dumps(dataset.options, sort_keys=True))
+    data = _call_source(Asked.of(dataset))
     data = data._replace(
         train=_limited("limit", data.train, dataset.limit),
         held_out=_limited("eval_limit", data.held_out, dataset.eval_limit),
@@ -58,21 +58,44 @@ def opened(dataset: Dataset) -> Data:
 
 def check_source(dataset: Dataset) -> None:
     """Raises UserError if the function of a data set is not there, or takes other arguments."""
-    _prepared(dataset.source, dataset.root, dataset.options)
+    _prepared(Asked.of(dataset))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What decides which images a function returns."""
+
+    source: str
+    root: str | None
+    written: str  # the options as a text: Python counts 1 and True as equal
+    options: dict[str, Any] = field(compare=False)
+
+    @classmethod
+    def of(cls, dataset: Dataset) -> "Asked":
+        return cls(dataset.source, dataset.root, repr(dataset.options), dataset.options)
+
+    @property
+    def word(self) -> str:
+        """What is probably wrong, if anything is; of code from elsewhere, its own."""
+        if DATA.is_own(self.source):
+            return ""
+        if self.options.keys() - {"root"}:
+            return f"dataset.options={as_typed(self.options)}"
+        return f"dataset.root={self.root or 'null'}"
 
 
 @lru_cache(maxsize=1)
-def _call_source(source: str, root: str | None, options: str) -> Data:
+def _call_source(asked: Asked) -> Data:
     """Calls the function of a data set; the last result serves all points of a sweep."""
-    arguments = json.loads(options)
-    function = _prepared(source, root, arguments)
-    with DATA.refusing(source, _word(source, root, arguments)):
+    function = _prepared(asked)
+    with DATA.refusing(asked.source, asked.word):
         return _labelled([*function()])
 
 
-def _prepared(source: str, root: str | None, options: dict[str, Any]) -> Callable[[], Any]:
+def _prepared(asked: Asked) -> Callable[[], Any]:
     """Returns the function of a data set with its arguments."""
-    with DATA.refusing(source, _word(source, root, options)):
+    source, root, options = asked.source, asked.root, asked.options
+    with DATA.refusing(source, asked.word):
         if root is None:
             return DATA.prepared(source, options)
         try:
@@ -82,15 +105,6 @@ def _prepared(source: str, root: str | None, options: dict[str, Any]) -> Callabl
             name = getattr(DATA.factory(source), "__name__", source)
             must = "dataset=image_folder reads images of one"
             raise Refused(f"{name} reads no folder; {must}") from error
-
-
-def _word(source: str, root: str | None, options: dict[str, Any]) -> str:
-    """Returns the word that is probably wrong, if anything is; of code from elsewhere, its own."""
-    if DATA.is_own(source):
-        return ""
-    if options.keys() - {"root"}:
-        return f"dataset.options={as_typed(options)}"
-    return f"dataset.root={root or 'null'}"
 
 
 def _labelled(parts: list[Items]) -> Data:
@@ -109,9 +123,10 @@ def _labelled(parts: list[Items]) -> Data:
     untrained = {label for names in labels[1:] for label in names} - trained
     if untrained:
         raise Refused(f"held-out images are of class {min(untrained)!r}, no training image is")
-    halves = []
+    halves = list[Half]()
     for part, names in zip(parts, labels, strict=True):
-        halves.append(Half.of(part, [index[name] for name in names]))
+        targets = [index[name] for name in names]
+        halves.append(Half.of(part, targets, is_trained_on=not halves))  # the first
     train, held_out, *others = halves
     return Data(
         train=train,
@@ -188,19 +203,20 @@ def _with_validation(data: Data, ratio: float, seed: int) -> Data:
     from sklearn.model_selection import train_test_split  # takes a second to import
 
     half = data.train
+    word = f"dataset.validation={ratio}"
+    if data.validation is not None:
+        raise UserError(f"{word}: the data set has images for validation, allowed is 0")
     try:
-        if data.validation is not None:
-            raise ValueError("the data set has images for validation, allowed is 0")
         kept, apart = train_test_split(
             np.arange(len(half)), test_size=ratio, stratify=half.targets, random_state=seed
         )
-        train = half.take(sorted(kept.tolist()))
-        validation = half.take(sorted(apart.tolist()))
-        lost = {*half.targets} - {*train.targets}
-        if lost:
-            raise ValueError(f"leaves class {data.classes[min(lost)]} no training image")
     except ValueError as error:
-        raise UserError(f"dataset.validation={ratio}: {error}") from error
+        raise UserError(f"{word}: {error}") from error
+    train = half.take(sorted(kept.tolist()))
+    validation = replace(half.take(sorted(apart.tolist())), is_trained_on=False)
+    lost = {*half.targets} - {*train.targets}
+    if lost:
+        raise UserError(f"{word}: leaves class {data.classes[min(lost)]} no training image")
     return data._replace(train=train, validation=validation)
 
 
@@ -218,11 +234,12 @@ def record(data: Data, weights: str | None = None) -> dict[str, str]:
     counts = " + ".join(f"{len(half):,}" for half in halves)
     classes = f"{len(data.classes):,} classes"
     facts = {"images": f"{counts} images of {classes}, digest {digest.hexdigest()[:8]}"}
-    pixels = sha256()
-    for half in halves:
-        for content in half.bytes_in_memory():
-            pixels.update(content)
-    if pixels.digest() != sha256().digest():  # some images are in memory
+    listed = [half for half in halves if half.is_listed]
+    if listed:
+        pixels = sha256()
+        for half in listed:
+            for content in half.pixels():
+                pixels.update(content)
         facts["pixels"] = f"pixels with sha256 {pixels.hexdigest()[:8]}"
     if weights is not None:
         of_weights = sha256(Path(weights).read_bytes())
@@ -303,7 +320,7 @@ def unlabelled(folder: Path, classes: list[str]) -> Data:
     Remarks name the broken ones, which are left out. UserError if there is no other.
     """
     items = Unlabelled(folder, allow_empty=True)
-    half = Half.of(items, items.targets)
+    half = Half.of(items, items.targets, is_trained_on=False)
     problems: list[str | None] = read_all(half, lambda image: None)
     broken = [f"left out: {problem}" for problem in problems if problem is not None]
     if len(broken) == len(half):

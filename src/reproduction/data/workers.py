@@ -31,6 +31,7 @@ SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108
 class Example(NamedTuple):
     """An image for the model, and what was tried before it: index and reason of each image."""
 
+    place: int  # in its half
     image: Tensor  # 3 s s, uint8
     target: int
     unreadable: dict[int, str]
@@ -41,6 +42,7 @@ class Batch(NamedTuple):
 
     images: Tensor  # b 3 s s, uint8
     classes: Tensor  # b
+    places: list[int]  # b, of the images in their half
     unreadable: dict[int, str]
 
 
@@ -64,7 +66,7 @@ class Workers(ForkContext):
 
 
 class Loader:
-    """Yields images `b 3 s s`, uint8, and classes `b`, which worker processes load.
+    """Yields batches, which worker processes load.
 
     `unreadable` has the images whose place others have taken in the batches so far, by index, with
     the reason. What ends the run is raised as the worker has raised it.
@@ -98,11 +100,11 @@ class Loader:
     def __len__(self) -> int:
         return len(self._loader)
 
-    def __iter__(self) -> Iterator[list[Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         """Lets the workers begin at once."""
         return self._unpacked(iter(self._loader))
 
-    def _unpacked(self, batches: Iterator[Batch | OneLineError]) -> Iterator[list[Tensor]]:
+    def _unpacked(self, batches: Iterator[Batch | OneLineError]) -> Iterator[Batch]:
         for batch in batches:
             if isinstance(batch, OneLineError):
                 try:
@@ -110,7 +112,7 @@ class Loader:
                 finally:
                     del batch  # which would keep this frame, and so the workers
             self.unreadable |= batch.unreadable
-            yield [batch.images, batch.classes]
+            yield batch
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def collated(examples: list[Example]) -> Batch:
     unreadable: dict[int, str] = {}
     for example in examples:
         unreadable |= example.unreadable
-    return Batch(images, classes, unreadable)
+    return Batch(images, classes, [x.place for x in examples], unreadable)
 
 
 def _check_limit_of_files(workers: int) -> None:

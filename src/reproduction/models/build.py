@@ -3,14 +3,13 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from timm.layers import Attention
 from torch import nn
 
 from reproduction.config import (
-    DATA,
     HTM_RULES,
     MODEL,
     AnyModel,
@@ -18,6 +17,7 @@ from reproduction.config import (
     Config,
     HTMByName,
     Library,
+    Model,
     Own,
     ViT,
 )
@@ -27,11 +27,8 @@ from reproduction.identity import own_code
 from reproduction.machine import keep_freed_memory
 from reproduction.models.cct import CCT
 from reproduction.models.library import build_library_model, build_vit
-from reproduction.models.names import State
 from reproduction.models.weights import Weights, extract_weights, load_state, read_file
 from tokenmixup import HTM, Adapter, Output, TokenMixup, attach, blocks_of
-
-AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 COMPILER: dict[str, Any] = {
     "fullgraph": True,
@@ -54,7 +51,8 @@ REFUSED = (  # what libraries refuse, and so an error names
     "embed_dim",
     "num_heads",
 )
-NOT_FOR_THE_MODEL = ("name", "family", "weights", "htm_layer", "vtm_layer", "checkpoint_blocks")
+# What all models have, but for the size of the images, is not for what builds them.
+NOT_FOR_THE_MODEL = {"family", *(x.name for x in dataclasses.fields(Model))} - {"image_size"}
 
 
 def build_model(config: AnyModel, num_classes: int) -> nn.Module:
@@ -99,14 +97,21 @@ def without_memory(config: AnyModel) -> torch.device:
 def head_names(config: AnyModel) -> list[str]:
     """Returns the names of the parameters whose shape depends on the number of classes."""
     with without_memory(config):
-        one, two = (build_model(without_weights(config), n).state_dict() for n in (1, 2))
-    return [name for name in one if one[name].shape != two[name].shape]
+        two, three = (build_model(without_weights(config), n).state_dict() for n in (2, 3))
+    return [name for name in two if two[name].shape != three[name].shape]
 
 
-def count_classes(config: AnyModel, state: State) -> int:
-    """Returns the number of classes of a state of the model, 1 if it has no head."""
+def count_classes(config: AnyModel, weights: Weights) -> int:
+    """Returns the number of classes of weights: of their names, else by the shape of the head.
+
+    It is 2 without a head, to which any number is the same.
+    """
+    if weights.classes is not None:
+        return len(weights.classes)
+    with without_memory(config):
+        state = weights.named_for(build_model(config, 2))
     head = [state[name] for name in head_names(config) if name in state]
-    return max((len(value) for value in head if value.ndim), default=1)
+    return max((len(value) for value in head if value.ndim), default=2)
 
 
 def load_initial_weights(config: AnyModel, model: nn.Module) -> str | None:
@@ -118,7 +123,7 @@ def load_initial_weights(config: AnyModel, model: nn.Module) -> str | None:
     if config.weights is None:
         return None
     origin = f"model.weights={config.weights}"
-    state = extract_weights(origin, read_file(origin, Path(config.weights))).state
+    state = extract_weights(origin, read_file(origin, Path(config.weights))).named_for(model)
     own = model.state_dict()
     head = head_names(config)
     fitting = [name for name in head if name in state and state[name].shape == own[name].shape]
@@ -169,22 +174,18 @@ def advice_for(config: AnyModel, stack: Augmentation) -> str:
     return ""
 
 
-class Trial(NamedTuple):
-    """A module that was tried out, and what it returned."""
-
-    module: TokenMixup
-    output: Output
-
-
-def try_pass(config: Config, num_classes: int) -> Trial:
+def try_pass(config: Config, num_classes: int) -> tuple[TokenMixup, Output]:
     """Builds the model and runs a training pass, both on the meta device, which takes no memory.
 
-    With code of one's own it is the CPU, as that code may read what it gets. Raises UserError for a
-    model that cannot be built, initial weights that do not fit it, for what only a pass refuses,
-    such as `vtm.kappa` above the number of tokens, and for any error with that code.
+    With code of one's own in it, it is the CPU, as that code may read what it gets. Raises
+    UserError for a model that cannot be built, initial weights that do not fit it, for what only a
+    pass refuses, such as `vtm.kappa` above the number of tokens, and for any error with that code.
     """
     model = config.model
-    words = [f"{key}={path}" for key, path in own_code(config).items() if key != DATA.key]
+    words = []
+    for door, path in own_code(config):
+        if door.part in ("model", "tokens"):
+            words.append(door.word(path))
     with torch.device("cpu" if words else "meta"):
         module = build_module(model, config.augmentation, num_classes)
         images = torch.randn(2, 3, model.image_size, model.image_size)
@@ -197,13 +198,13 @@ def try_pass(config: Config, num_classes: int) -> Trial:
             named = " ".join([f"model={model.name}", *words])
             raise UserError(f"{named}: {told}") from error
     load_initial_weights(model, module.model)
-    return Trial(module, output)
+    return module, output
 
 
 def build_trained(config: AnyModel, weights: Weights, num_classes: int) -> nn.Module:
     """Builds the plain model with trained weights; UserError if they do not fit."""
     model = build_model(without_weights(config), num_classes)
-    load_state(weights.origin, weights.state, model)
+    load_state(weights.origin, weights.named_for(model), model)
     return model
 
 
@@ -215,7 +216,7 @@ def without_weights(config: AnyModel) -> AnyModel:
     return config
 
 
-def place(model: AnyModule, device: torch.device) -> AnyModule:
+def place(model: nn.Module, device: torch.device) -> None:
     """Moves the model to its device and optimises it for the device.
 
     Convolutions use channels last, and no TF32 (matrix products use none by default). On a CPU,
@@ -230,7 +231,7 @@ def place(model: AnyModule, device: torch.device) -> AnyModule:
                 setattr(module, "fused_attn", False)  # typed Final, but an instance attribute
     torch.backends.cudnn.allow_tf32 = False
     model.to(memory_format=torch.channels_last)
-    return model.to(device)
+    model.to(device)
 
 
 def blocks_of_vtm(model: nn.Module) -> list[nn.Module]:

@@ -33,14 +33,26 @@ Newest = tuple[Path, Any]  # a file and its content
 
 
 class Weights(NamedTuple):
-    """The parameters of a plain model under our names (CCT) or timm's (ViT).
+    """The parameters of a plain model, by the names of the file that they were read from.
 
-    `origin` is the `key=path` they were read from, `classes` the class names, if known.
+    `origin` is its `key=path`, `classes` are the class names, if known.
     """
 
     origin: str
     state: State
     classes: list[str] | None = None
+
+    def named_for(self, model: nn.Module) -> State:
+        """Returns them by the names of a model: as they are if it has them, else converted.
+
+        Raises UserError if two parameters get one name.
+        """
+        if self.state.keys() <= model.state_dict().keys():
+            return dict(self.state)
+        try:
+            return convert_names(self.state)
+        except ValueError as error:
+            raise UserError(f"{self.origin}: does not fit the model: {error}") from error
 
 
 def read_file(origin: str, path: Path) -> Any:
@@ -125,8 +137,8 @@ def read_newest(paths: list[Path]) -> Newest:
 def extract_weights(origin: str, content: Any) -> Weights:
     """Finds the weights in the content of a file. UserError if there are none."""
     try:
-        state = convert_names(_state_dict(content))
-    except (AttributeError, ValueError, TypeError, RuntimeError) as error:
+        state = _state_dict(content)
+    except (AttributeError, ValueError) as error:
         raise UserError(f"{origin}: holds no state dict of a model ({error})") from error
     return Weights(origin, state, content.get("classes") if "module" in content else None)
 
@@ -138,10 +150,13 @@ def _state_dict(content: Any) -> State:
         if isinstance(content.get(key), dict):
             state = content[key]
             break
-    odd = [str(name) for name, value in state.items() if not isinstance(value, Tensor)]
+    odd = []
+    for name, value in state.items():
+        if not (isinstance(name, str) and isinstance(value, Tensor)):
+            odd.append(str(name))
     if odd:
         raise ValueError(f"these are no parameters: {len(odd)} ({few(odd)})")
-    return dict(state)
+    return state
 
 
 def load_state(origin: str, state: State, model: nn.Module) -> None:

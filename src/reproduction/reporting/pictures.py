@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_map_only
 from reproduction.config import Config
 from reproduction.errors import in_one_line
 from reproduction.reporting.drawing import ORANGE, figure
-from reproduction.reporting.trained import Sample, TrainedRun
-from tokenmixup import TokenMixup, attach, blocks_of
-from tokenmixup.adapters import adapter_of
+from reproduction.reporting.trained import Sample, TrainedRun, with_htm
+from tokenmixup import HTM, TokenMixup, blocks_of
 from tokenmixup.horizontal import HorizontalMix
 from tokenmixup.vertical import INDICES
 
@@ -129,16 +128,14 @@ def draw_memory(path: Path, trained: TrainedRun, sample: Sample) -> str:
     sources = range(layer)[-MOST_SOURCES:]
     images, targets = sample.images[:ROWS], sample.targets[:ROWS]
     pictures = displayable(images, trained.config)
-    model = module.model.eval()
-    prefix = adapter_of(model).num_prefix_tokens
+    module.model.eval()
+    prefix = module.adapter.num_prefix_tokens
     choose = INDICES[vtm.class_token_offset]
     with _beside(path, pictures, len(sources)) as (inputs, columns):
         for ax, picture in zip(inputs, pictures, strict=True):
             ax.set(xlim=(-1, len(picture)), ylim=(len(picture), -1))  # as with outlines
         for column, source in zip(columns, sources, strict=True):
-            mix = attach(model, targets.shape[1], htm={"layer": source}).mixed_pairs(
-                images, targets
-            )
+            mix = with_htm(module, HTM(layer=source)).mixed_pairs(images, targets)
             assert mix is not None
             indices = choose(mix.saliency.cpu(), int(vtm.kappa), prefix) - prefix  # b kappa
             column[0].set_title(f"into block {source}")
@@ -220,17 +217,17 @@ def saliency_maps(module: TokenMixup, images: Tensor, targets: Tensor) -> dict[s
     out if the HTM block is the last one, where it equals `one_step`, and without attention over all
     tokens. Raises ValueError if the model does not support one of these detectors.
     """
-    model = module.model.eval()
+    module.model.eval()
     assert module.htm is not None
     layer = module.htm.layers[0]
-    later = len(blocks_of(model)) - 1 - layer
-    detectors: dict[str, dict[str, Any]] = {"gradient": {"detector": "gradient"}}
-    if later > 0 and adapter_of(model).attends_to_all:
-        detectors["full_rollout"] = {"rollout_steps": later}
-    detectors["one_step"] = {}
+    later = len(blocks_of(module.model, module.adapter)) - 1 - layer
+    detectors = {"gradient": HTM(layer=layer, detector="gradient")}
+    if later > 0 and module.adapter.attends_to_all:
+        detectors["full_rollout"] = HTM(layer=layer, rollout_steps=later)
+    detectors["one_step"] = HTM(layer=layer)
     maps = {}
-    for name, settings in detectors.items():
-        mixing = attach(model, targets.shape[1], htm={"layer": layer, **settings})
+    for name, htm in detectors.items():
+        mixing = with_htm(module, htm)
         parts = []
         chunks = (images.split(GRADIENTS_AT_ONCE), targets.split(GRADIENTS_AT_ONCE))
         for some_images, some_targets in zip(*chunks, strict=True):

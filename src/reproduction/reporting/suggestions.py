@@ -19,8 +19,13 @@ from reproduction.data.inputs import build_training_inputs
 from reproduction.errors import UserError
 from reproduction.folder import RunFolder
 from reproduction.identity import own_code
-from reproduction.reporting.trained import TrainedRun, load_trained, training_batches
-from tokenmixup import HTM, attach, mix_horizontal
+from reproduction.reporting.trained import (
+    TrainedRun,
+    load_trained,
+    training_batches,
+    with_htm,
+)
+from tokenmixup import HTM, mix_horizontal
 from tokenmixup.rules import rules_of
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -50,9 +55,10 @@ def suggestions(folder: RunFolder, config: Config, batches: int) -> Iterator[str
     """
     if config.augmentation.htm is None:
         raise UserError(f"run={folder.path}: was trained without htm")
-    for key, path in own_code(config).items():
-        if key.startswith("augmentation."):
-            raise UserError(f"{key}={path}: pairs are counted here by methods of ours alone")
+    for door, path in own_code(config):
+        if door.part in ("inputs", "tokens"):
+            word = door.word(path)
+            raise UserError(f"{word}: pairs are counted here by methods of ours alone")
     trained = load_trained(config, folder)
     htm = trained.module.htm
     assert htm is not None
@@ -67,7 +73,7 @@ def _observed(trained: TrainedRun, htm: HTM, batches: int) -> dict[int, list[Obs
     """Returns what each HTM layer sees if none of them mixes, batch by batch."""
     config, model = trained.config, trained.module.model
     num_classes = len(trained.data.classes)
-    module = attach(model, num_classes, htm=dataclasses.replace(htm, tau=0.0))
+    module = with_htm(trained.module, dataclasses.replace(htm, tau=0.0))
     module.scorenets = trained.module.scorenets
     module.train()
     model.eval()

@@ -25,7 +25,7 @@ from reproduction.data.workers import collated
 from reproduction.folder import RunFolder
 from reproduction.models.build import build_module, without_weights
 from reproduction.models.weights import load_state, read_newest
-from tokenmixup import TokenMixup
+from tokenmixup import HTM, TokenMixup, attach
 
 BATCH = 64  # images, if the batches of the run are not smaller
 ON_A_CPU = 16  # images of more than 64 pixels
@@ -73,6 +73,11 @@ def load_trained(config: Config, folder: RunFolder) -> TrainedRun:
     if config.device != "cpu" and torch.cuda.is_available():
         device = torch.device("cuda")
     return TrainedRun(config, module.to(device), data, device)
+
+
+def with_htm(module: TokenMixup, htm: HTM) -> TokenMixup:
+    """Returns a module of the same model with another HTM and nothing else, to see what it sees."""
+    return attach(module.model, module.num_classes, htm=htm, adapter=module.adapter)
 
 
 def training_batches(trained: TrainedRun, size: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from reproduction.config import MODEL, AnyModel, Checkpoint
+from reproduction.config import AnyModel, Checkpoint, Own
 from reproduction.data.loaders import InputTransform, build_evaluation_transform
 from reproduction.errors import UserError, few
 from reproduction.files import replacing
 from reproduction.folder import RunFolder
-from reproduction.identity import own_code
 from reproduction.models.build import (
     build_model,
     build_trained,
@@ -111,11 +110,13 @@ def load_run(folder: str | Path, weights: str = "last", source: str | None = Non
     """
     run = RunFolder(Path(folder).expanduser())
     config = run.read_config()
-    path = own_code(config).get(MODEL.key)
+    path = config.model.source if isinstance(config.model, Own) else None
     if path != source:
         raise UserError(f"run={folder}: its model.source is {path}, and must be given as source")
     plain, _ = read_plain(run.weights(weights))
-    classes = plain.classes or []
+    classes = plain.classes
+    if classes is None:
+        raise UserError(f"{plain.origin}: names no classes, which load_run returns")
     model = build_trained(config.model, plain, len(classes))
     crop = build_evaluation_transform(config)
     transform = InputTransform(crop, config.dataset.mean, config.dataset.std)
@@ -133,16 +134,18 @@ def export(
     The metadata hold the model's constructor with its arguments and, if known, `preprocessing`.
     """
     weights, _ = read_plain(checkpoints)
-    config, classes = without_weights(config), count_classes(config, weights.state)
+    config = without_weights(config)
+    classes = count_classes(config, weights)
     build, arguments = constructor(config, classes)
     with without_memory(config):
         model = build_model(config, classes)
-    load_state(weights.origin, weights.state, model)  # UserError if it does not fit
+    state = weights.named_for(model)
+    load_state(weights.origin, state, model)  # UserError if it does not fit
     about = {
         "constructor": f"{build.__module__}.{build.__qualname__}",
         "arguments": json.dumps(arguments),
         "preprocessing": json.dumps(preprocessing),
     }
     # Tensors that share memory cannot be saved.
-    state = {name: value.clone() for name, value in weights.state.items()}
-    save_plain(output, state, weights.classes, **about)
+    copies = {name: value.clone() for name, value in state.items()}
+    save_plain(output, copies, weights.classes, **about)

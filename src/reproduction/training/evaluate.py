@@ -6,7 +6,6 @@ Letters: b batch, c classes, k the TOP most probable classes, or all if there ar
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from reproduction.config import METRIC, Recipe
 from reproduction.data.inputs import Normalize
+from reproduction.data.workers import Batch
 from reproduction.errors import PlainError
 from reproduction.training.ranks import World
 from tokenmixup.contexts import evaluating
@@ -26,9 +26,29 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.flo
 class Predicted(NamedTuple):
     """What is predicted for a batch."""
 
-    targets: Tensor  # b
+    places: list[int]  # b, of the images in their half
     best: Tensor  # b k, the most probable class first
     probabilities: Tensor  # b k, of the best
+
+
+class Scores(NamedTuple):
+    """How good the predictions for a half are."""
+
+    top1: float  # percent
+    top5: float
+    loss: float  # the mean cross-entropy in nats
+    own: dict[str, float]  # metrics of one's own
+
+    @property
+    def held_out(self) -> dict[str, float]:
+        """The entries of a line, if the images are those held out."""
+        return {"top1": self.top1, "top5": self.top5, "eval_loss": self.loss, **self.own}
+
+    @property
+    def validation(self) -> dict[str, float]:
+        """The entries of a line, if the images are those for validation."""
+        named = {"top1": self.top1, "top5": self.top5, "loss": self.loss, **self.own}
+        return {f"val_{name}": value for name, value in named.items()}
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
@@ -45,8 +65,8 @@ def build_metrics(recipe: Recipe) -> dict[str, Metric]:
     """Returns the metrics of one's own by their names."""
     found = {}
     for name, chosen in recipe.metrics.items():
-        door = replace(METRIC, key=f"recipe.metrics.{name}")
-        found[name] = door.made(chosen, recipe.metrics_options.get(name, {}))
+        options = recipe.metrics_options.get(name, {})
+        found[name] = METRIC.at(name).made(chosen, options)
     return found
 
 
@@ -54,26 +74,43 @@ def gathers(metric: Metric) -> bool:
     return getattr(metric, "gathers", False)
 
 
-class MetricSums:
-    """What metrics of one's own have seen on this rank."""
+class Scorer:
+    """Scores what this rank predicts, then sums over the ranks: every image counts once."""
 
     def __init__(self, metrics: Mapping[str, Metric], world: World):
         self.metrics = metrics
         self.world = world
+        self.totals = torch.zeros(4, dtype=torch.float64, device=world.device)
         batchwise = [name for name in metrics if not gathers(metrics[name])]
         zeros = torch.zeros(2, dtype=torch.float64, device=world.device)
-        self.totals = dict.fromkeys(batchwise, zeros)  # sum and count
+        self.own_totals = dict.fromkeys(batchwise, zeros)  # sum and count
         self.kept: list[tuple[Tensor, Tensor]] = []
 
-    def add(self, logits: Tensor, targets: Tensor) -> None:
-        for name, total in self.totals.items():
+    def add(self, logits: Tensor, targets: Tensor, best: Tensor) -> None:
+        """Adds a batch: logits `b c`, classes `b` and the best ones `b k`."""
+        hits = best == targets[:, None]
+        loss = F.cross_entropy(logits, targets, reduction="sum")
+        count = loss.new_full((), len(targets))  # on the device, with the other sums
+        self.totals += torch.stack([count, hits[:, 0].sum(), hits.sum(), loss]).double()
+        for name, total in self.own_totals.items():
             numbers = self.metrics[name](logits, targets)
-            self.totals[name] = total + total.new_tensor([float(x) for x in numbers])
-        if len(self.totals) < len(self.metrics):
+            self.own_totals[name] = total + total.new_tensor([float(x) for x in numbers])
+        if len(self.own_totals) < len(self.metrics):
             self.kept.append((logits.cpu(), targets.cpu()))
 
-    def values(self) -> dict[str, float]:
-        """Returns each metric over the images of all ranks. PlainError if one is not finite."""
+    def scores(self) -> Scores:
+        """Raises PlainError if one is not finite."""
+        number, top1, top5, loss = self.world.sum(self.totals).tolist()
+        if not math.isfinite(loss):
+            raise PlainError(f"the held-out loss is {loss}")
+        return Scores(
+            top1=100 * top1 / number,
+            top5=100 * top5 / number,
+            loss=loss / number,
+            own=self._own_values(),
+        )
+
+    def _own_values(self) -> dict[str, float]:
         parts = [part for kept in self.world.gather(self.kept) for part in kept]
         found = {}
         for name, metric in self.metrics.items():
@@ -81,7 +118,7 @@ class MetricSums:
                 logits, targets = map(torch.cat, zip(*parts, strict=True))
                 found[name] = float(metric(logits, targets))
             else:
-                total, count = self.world.sum(self.totals[name]).tolist()
+                total, count = self.world.sum(self.own_totals[name]).tolist()
                 found[name] = total / count if count else math.nan
             if not math.isfinite(found[name]):
                 raise PlainError(f"recipe.metrics.{name} is {found[name]}")
@@ -89,42 +126,24 @@ class MetricSums:
 
 
 @torch.no_grad()
-def evaluate(
+def predict(
     model: nn.Module,
     normalize: Normalize,
-    loader: Iterable[list[Tensor]],
+    loader: Iterable[Batch],
     world: World,
     precision: str,
-    metrics: Mapping[str, Metric],
-) -> tuple[dict[str, float], list[Predicted]]:
-    """Evaluates on this rank's images and sums over the ranks: every image counts exactly once.
-
-    Returns `top1` and `top5` in percent, `eval_loss`, the mean cross-entropy in nats, and the
-    `metrics`; and what is predicted for this rank's images. `loader` yields images `b 3 h w`
-    (uint8) and classes `b`. Raises PlainError if the loss is not finite.
-    """
+    scorer: Scorer | None = None,
+) -> list[Predicted]:
+    """Returns what is predicted for this rank's images; a scorer gets it with their classes."""
     batches = list[Predicted]()
-    own = MetricSums(metrics, world)
-    totals = torch.zeros(4, dtype=torch.float64, device=world.device)
     with evaluating(model):
         for batch in loader:
-            images, targets = [x.to(world.device, non_blocking=True) for x in batch]
+            images = batch.images.to(world.device, non_blocking=True)
             with autocast(world.device, precision):
                 logits = model(normalize(images)).float()
             best = logits.topk(min(TOP, logits.shape[1])).indices  # b k
-            hits = best == targets[:, None]
-            loss = F.cross_entropy(logits, targets, reduction="sum")
-            count = loss.new_full((), len(targets))  # on the device, with the other sums
-            totals += torch.stack([count, hits[:, 0].sum(), hits.sum(), loss]).double()
-            own.add(logits, targets)
-            batches.append(Predicted(targets, best, logits.softmax(dim=1).gather(1, best)))
-    number, top1, top5, total_loss = world.sum(totals).tolist()
-    if not math.isfinite(total_loss):
-        raise PlainError(f"the held-out loss is {total_loss}")
-    scores = {
-        "top1": 100 * top1 / number,
-        "top5": 100 * top5 / number,
-        "eval_loss": total_loss / number,
-        **own.values(),
-    }
-    return scores, batches
+            if scorer is not None:
+                scorer.add(logits, batch.classes.to(world.device, non_blocking=True), best)
+            probabilities = logits.softmax(dim=1).gather(1, best)
+            batches.append(Predicted(batch.places, best, probabilities))
+    return batches

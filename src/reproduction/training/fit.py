@@ -17,14 +17,15 @@ from torch.utils._pytree import tree_map_only
 
 from reproduction.data import loaders
 from reproduction.data.halves import check_unreadable
+from reproduction.data.workers import Batch
 from reproduction.errors import PlainError, Pulse, UserError, first_line, progress, say, warn
 from reproduction.folder import RunFolder
 from reproduction.models.names import State
 from reproduction.training import metrics
 from reproduction.training.checkpoint import Clock, check_classes, save_plain, weights_digest
-from reproduction.training.evaluate import Metric, evaluate
+from reproduction.training.evaluate import Metric, Scorer, Scores, predict
 from reproduction.training.loggers import Loggers
-from reproduction.training.step import MicroBatch, Trainer
+from reproduction.training.step import Stats, Trainer
 from reproduction.training.stop import ADVICE, Stop
 from tokenmixup.assignment import Diverged
 
@@ -59,8 +60,8 @@ class TrainingRun:
     clock: Clock
     batch_metrics: metrics.BatchMetrics
     pulse: Pulse
-    metrics: dict[str, Metric]  # of one's own
-    upcoming: Iterator[list[Tensor]] | None = None  # the next epoch, which workers load already
+    own_metrics: dict[str, Metric]
+    upcoming: Iterator[Batch] | None = None  # the next epoch, which workers load already
     has_evaluated: bool = False
 
     @property
@@ -108,11 +109,11 @@ def train_epoch(run: TrainingRun, state: RunState, pace: metrics.Pace) -> None:
         loading = load(run, state.epoch, done)
     loaded = islice(loading, left)
     run.batch_metrics.restart_clock()
-    for images, classes in progress(run.stop.while_waiting(loaded), task, total, done):
+    for batch in progress(run.stop.while_waiting(loaded), task, total, done):
         size = batches.global_size(trainer.step % len(batches))  # `step` is still this batch's
-        micro_batches = train_step(run, state, images, classes, size)
+        micro_batches = train_batch(run, state, batch, size)
         head = {"step": trainer.step, "epoch": number, "lr": trainer.lr}
-        run.batch_metrics.add(head, size, [part.stats for part in micro_batches])
+        run.batch_metrics.add(head, size, micro_batches)
 
         # Raises Stopped on all ranks if a signal has come to any; else all get the same answers.
         saves, tells = run.stop.any_rank(run.is_main and run.clock.is_late(), run.pulse.is_due())
@@ -125,16 +126,14 @@ def train_epoch(run: TrainingRun, state: RunState, pace: metrics.Pace) -> None:
     write_metrics(run, state)
 
 
-def train_step(
-    run: TrainingRun, state: RunState, images: Tensor, classes: Tensor, size: int
-) -> list[MicroBatch]:
+def train_batch(run: TrainingRun, state: RunState, batch: Batch, size: int) -> list[Stats]:
     """Trains a step of `size` images; ends the run if the host meets saliency that is not finite.
 
     A process alone: other ranks wait for the gradients of one that has none, and end with it.
     """
     trainer = run.trainer
     try:
-        return trainer.train_step(images, classes, size)
+        return trainer.train_step(batch.images, batch.classes, size)
     except Diverged as error:
         if trainer.world.size > 1:
             raise
@@ -142,8 +141,8 @@ def train_step(
         end_before(run, state, trainer.step + 1, str(error))
 
 
-def load(run: TrainingRun, epoch: int, first: int = 0) -> Iterator[list[Tensor]]:
-    """Lets the workers load the batches of an epoch: images `b 3 h w`, uint8, and classes `b`."""
+def load(run: TrainingRun, epoch: int, first: int = 0) -> Iterator[Batch]:
+    """Lets the workers load the batches of an epoch."""
     run.batches.start_at(epoch, first)
     return iter(run.train_loader)
 
@@ -164,10 +163,9 @@ def evaluate_epoch(run: TrainingRun, state: RunState) -> None:
     is_last = number == run.total_epochs
     if not is_last and number % run.trainer.recipe.evaluate_every != 0:
         return
-    result = evaluate_on(run, state, run.epoch_loader, run.trainer.evaluated)
-    if run.test_loader is not None:  # of a validation split: val_top1, val_top5, val_loss
-        result = {f"val_{key.removeprefix('eval_')}": x for key, x in result.items()}
-    state.log.append({"epoch": number, **result})
+    scores = evaluate_on(run, state, run.epoch_loader, run.trainer.evaluated)
+    results = scores.held_out if run.test_loader is None else scores.validation
+    state.log.append({"epoch": number, **results})
     run.has_evaluated = True
 
 
@@ -275,7 +273,7 @@ def save_checkpoint(run: TrainingRun, state: RunState) -> None:
         content = {
             **trainer.state(),
             **vars(state),
-            "sums": [[*sums] for sums in state.sums],
+            "sums": [sums._asdict() for sums in state.sums],
             "classes": trainer.classes,
             "config": asdict(trainer.config),
             "summary": folder.read_summary(),
@@ -301,22 +299,17 @@ def restore(trainer: Trainer, path: Path, content: dict[str, Any]) -> RunState:
 
 def evaluate_on(
     run: TrainingRun, state: RunState, loader: loaders.Loader, model: nn.Module
-) -> dict[str, float]:
+) -> Scores:
     """Evaluates a plain model on the images of a loader."""
     trainer, world = run.trainer, run.trainer.world
     began = time.perf_counter()
     world.broadcast_buffers(model)  # the first rank saves these weights
     batches = progress(run.stop.while_waiting(loader), "evaluation", len(loader))
-    result, _ = evaluate(
-        model,
-        trainer.inputs.normalize,
-        batches,
-        world=world,
-        precision=trainer.recipe.precision,
-        metrics=run.metrics,
-    )
+    scorer = Scorer(run.own_metrics, world)
+    predict(model, trainer.inputs.normalize, batches, world, trainer.recipe.precision, scorer)
+    scores = scorer.scores()
     state.eval_seconds += time.perf_counter() - began
-    return result
+    return scores
 
 
 def _results(run: TrainingRun, state: RunState) -> dict[str, Any]:
@@ -324,13 +317,15 @@ def _results(run: TrainingRun, state: RunState) -> dict[str, Any]:
     trainer = run.trainer
     if run.test_loader is None:
         accuracies = metrics.accuracies(state.log)
-        last = state.log[-1]
+        own = {name: state.log[-1][name] for name in run.own_metrics}
     else:
-        accuracies, last = _test(run, state, run.test_loader)
+        last, selected = _test(run, state, run.test_loader)
+        accuracies = metrics.tested_accuracies(state.log, last, selected)
+        own = last.own
     images = run.batches.count_images(trainer.step)
     results = {
         **accuracies,
-        **{f"{name}_last": last[name] for name in run.metrics},
+        **{f"{name}_last": value for name, value in own.items()},
         "steps": trainer.step,
         "images": images,
         "seconds": round(state.train_seconds + state.eval_seconds, 3),
@@ -345,13 +340,8 @@ def _results(run: TrainingRun, state: RunState) -> dict[str, Any]:
     return results
 
 
-def _test(
-    run: TrainingRun, state: RunState, loader: loaders.Loader
-) -> tuple[dict[str, Any], metrics.Line]:
-    """Tests the weights of the last epoch and of the best by validation, on images not yet seen.
-
-    Returns the entries of the summary, and the results of the last epoch.
-    """
+def _test(run: TrainingRun, state: RunState, loader: loaders.Loader) -> tuple[Scores, Scores]:
+    """Tests the weights of the last epoch and of the best by validation, on images not yet seen."""
     model = run.trainer.evaluated
     last = evaluate_on(run, state, loader, model)
     selected = last
@@ -360,7 +350,7 @@ def _test(
         # of the first rank; the others have none, or those of a checkpoint
         model.load_state_dict(cast(State, run.trainer.world.broadcast(state.best)))
         selected = evaluate_on(run, state, loader, model)
-    return metrics.tested_accuracies(state.log, last, selected), last
+    return last, selected
 
 
 def progress_entries(run: TrainingRun, state: RunState) -> dict[str, Any]:

@@ -48,13 +48,17 @@ class WandbLog:
             **{key: value for key, value in given.items() if value is not None},
         }
         init["settings"] = wandb.Settings(**SETTINGS | init.get("settings", {}))
-        wandb.setup(settings=init["settings"])  # the login uses these
-        self.run: Any = wandb.init(**init)
-        if not self.run.disabled:
-            folder.write_summary(wandb_id=self.run.id)  # in a sweep the agent chooses it
-        self.run.define_metric("*", step_metric="step")
-        for name in ("top1", "top5", "eval_loss", "val_*", *config.recipe.metrics):
-            self.run.define_metric(name, step_metric="epoch")
+        try:
+            wandb.setup(settings=init["settings"])  # the login uses these
+            self.run: Any = wandb.init(**init)
+            if not self.run.disabled:
+                folder.write_summary(wandb_id=self.run.id)  # in a sweep the agent chooses it
+            self.run.define_metric("*", step_metric="step")
+            for name in ("top1", "top5", "eval_loss", "val_*", *config.recipe.metrics):
+                self.run.define_metric(name, step_metric="epoch")
+        except Exception:
+            self.give_up()
+            raise
         if self.run.url:
             say(f"wandb: {self.run.url}")
 
@@ -65,7 +69,14 @@ class WandbLog:
         try:
             self.run.finish(exit_code=0 if status == "finished" else 1)
         finally:
-            _teardown()
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Ends wandb's process, which may be dead: at exit this would print many lines."""
+        with suppress(Exception):
+            import wandb
+
+            wandb.teardown()
 
 
 class TensorBoardLog:
@@ -91,6 +102,9 @@ class TensorBoardLog:
     def close(self, status: str) -> None:
         self.writer.close()
 
+    def give_up(self) -> None:
+        """Does nothing: what cannot be written is lost."""
+
 
 LOGGERS: dict[str, type[WandbLog | TensorBoardLog]] = {
     "tensorboard": TensorBoardLog,
@@ -115,7 +129,6 @@ class Loggers:
                 self.active[name] = kind(chosen[name], config, folder, step)
             except Exception as error:
                 self.close("failed")
-                _teardown()
                 reason = " ".join(str(error).split()) or first_line(error)
                 raise of_library(error, f"logger.{name}", reason) from error
 
@@ -134,16 +147,6 @@ class Loggers:
         try:
             yield
         except Exception as error:
-            del self.active[name]
-            if name == "wandb":
-                _teardown()
+            self.active.pop(name).give_up()
             reason = first_line(error)
             warn(f"warning: {name} failed ({reason}); all lines are in metrics.jsonl")
-
-
-def _teardown() -> None:
-    """Ends wandb's process, which may be dead: at exit this would print many lines."""
-    with suppress(Exception):
-        import wandb
-
-        wandb.teardown()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from reproduction.training.evaluate import Scores
 from reproduction.training.ranks import World
 from tokenmixup.output import Stat
 
@@ -85,11 +86,12 @@ class BatchMetrics:
     def _values(self, row: list[list[float]]) -> Line:
         values: Line = {}
         for (name, stat), (total, divisor, largest) in zip(self.stats.items(), row, strict=True):
-            value = largest if stat.is_max else total
-            if stat.divisor is None:
-                values[name] = int(value) if value.is_integer() else value
+            if stat.is_max:
+                values[name] = largest
+            elif stat.divisor is None:
+                values[name] = int(total)  # a count
             else:
-                values[name] = value / divisor if divisor else 0.0
+                values[name] = total / divisor if divisor else 0.0
         return values
 
 
@@ -146,11 +148,11 @@ class Sums(NamedTuple):
         return self.tokens / self.mixed_samples
 
 
-def sums_of(saved: list[float]) -> Sums:
-    """Returns the sums of a checkpoint; those of earlier revisions end before the mixed samples."""
-    if len(saved) < len(Sums._fields):
-        saved = [*saved, math.nan]
-    return Sums(*saved)
+def sums_of(saved: dict[str, float] | list[float]) -> Sums:
+    """Returns the sums of a checkpoint; of earlier revisions a list, some without mixed samples."""
+    if isinstance(saved, list):
+        saved = {"mixed_samples": math.nan, **dict(zip(Sums._fields, saved, strict=False))}
+    return Sums(**saved)
 
 
 def accuracy(line: Line) -> float:
@@ -261,7 +263,7 @@ def remark_on_rho(epochs: list[Sums], is_last: bool) -> str | None:
     return None
 
 
-def tested_accuracies(log: list[Line], last: Line, selected: Line) -> dict[str, Any]:
+def tested_accuracies(log: list[Line], last: Scores, selected: Scores) -> dict[str, Any]:
     """Returns the accuracies of a run with a validation split for summary.json.
 
     `last` and `selected` are the results on the test set, of the last epoch and of the best by
@@ -269,10 +271,10 @@ def tested_accuracies(log: list[Line], last: Line, selected: Line) -> dict[str, 
     """
     best_line = best(log)
     return {
-        "top1_last": last["top1"],
-        "top5_last": last["top5"],
-        "top1_selected": selected["top1"],
-        "top5_selected": selected["top5"],
+        "top1_last": last.top1,
+        "top5_last": last.top5,
+        "top1_selected": selected.top1,
+        "top5_selected": selected.top5,
         "selected_epoch": best_line["epoch"],
         "val_top1_last": log[-1]["val_top1"],
         "val_top1_selected": best_line["val_top1"],

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from reproduction.config import Config
 from reproduction.data.halves import Data, in_memory
@@ -24,14 +26,15 @@ from reproduction.machine import local_ranks
 from reproduction.models.build import build_trained, place
 from reproduction.models.weights import Weights
 from reproduction.training.checkpoint import check_classes, read_plain
-from reproduction.training.evaluate import TOP, Predicted, build_metrics, evaluate
+from reproduction.training.evaluate import TOP, Predicted, Scorer, Scores, build_metrics, predict
 from reproduction.training.ranks import World, join_world, on_ranks, resolve_device
 
 
 class Evaluated(NamedTuple):
     """What the evaluation of a checkpoint has found."""
 
-    scores: dict[str, Any]  # with what they are of; of images without classes, that alone
+    scores: Scores | None  # None: the images have no classes
+    facts: dict[str, Any]  # the scores, and what they are of
     predictions: "Predictions"
 
 
@@ -40,7 +43,7 @@ class Predictions(NamedTuple):
 
     images: list[str]
     classes: list[str]
-    targets: np.ndarray  # n
+    targets: np.ndarray | None  # n, None: the images have no classes
     best: np.ndarray  # n k, the most probable class first
     probabilities: np.ndarray  # n k
 
@@ -66,22 +69,26 @@ def _evaluate(config: Config, checkpoints: list[Path], images: Path | None) -> E
             for remark in data.remarks:
                 warn(f"warning: {remark}")
         data = in_memory(data, ("held_out",), local_ranks(config.devices))
-        model = place(build_trained(config.model, weights, len(data.classes)), world.device)
+        model = build_trained(config.model, weights, len(data.classes))
+        place(model, world.device)
         normalize = build_normalize(config.dataset.mean, config.dataset.std, world.device)
         pin = world.device.type == "cuda"
         loader = build_evaluation_loader(config, data.held_out, world.rank, world.size, pin)
-        own = build_metrics(config.recipe) if images is None else {}
         batches = progress(loader, "evaluation", len(loader))
-        scores, predicted = evaluate(model, normalize, batches, world, precision, own)
-        if images is not None:
-            scores = {}  # whose classes nobody knows
+        scorer = Scorer(build_metrics(config.recipe), world) if images is None else None
+        found = gathered(predict(model, normalize, batches, world, precision, scorer), world, data)
         facts = {
             "images": len(data.held_out),
             "dataset": config.dataset.name,
             "root": config.dataset.root,
             "settings": settings_of_evaluation(config),
+            **loaded,
         }
-        return Evaluated({**scores, **facts, **loaded}, gathered(predicted, world, data))
+        if scorer is None:
+            return Evaluated(None, facts, found)
+        scores = scorer.scores()
+        targets = np.array(data.held_out.targets)
+        return Evaluated(scores, {**scores.held_out, **facts}, found._replace(targets=targets))
 
 
 def data_for(weights: Weights, config: Config, images: Path | None) -> Data:
@@ -98,33 +105,26 @@ def data_for(weights: Weights, config: Config, images: Path | None) -> Data:
 
 def gathered(batches: list[Predicted], world: World, data: Data) -> Predictions:
     """Returns the predictions of all ranks, each of which has those of its batches."""
-    of_rank = [torch.cat(parts).cpu().numpy() for parts in zip(*batches, strict=True)]
-    by_rank = [arrays for arrays in world.gather(of_rank) if arrays]  # few images: the first ranks
-    number = len(data.held_out)
-    columns = []
-    for parts in zip(*by_rank, strict=True):
-        column = np.empty((number, *parts[0].shape[1:]), parts[0].dtype)
-        for rank, part in enumerate(parts):
-            column[rank :: world.size] = part  # see `build_evaluation_loader`
-        columns.append(column)
-    targets, best, probabilities = columns
+    on_host = tree_map_only(Tensor, Tensor.cpu, batches)
+    of_all = [batch for of_rank in world.gather(on_host) for batch in of_rank]
+    order = np.concatenate([batch.places for batch in of_all]).argsort()
     return Predictions(
-        images=[data.held_out.name(index) for index in range(number)],
+        images=[data.held_out.name(index) for index in range(len(data.held_out))],
         classes=data.classes,
-        targets=targets,
-        best=best,
-        probabilities=probabilities,
+        targets=None,
+        best=torch.cat([batch.best for batch in of_all]).numpy()[order],
+        probabilities=torch.cat([batch.probabilities for batch in of_all]).numpy()[order],
     )
 
 
-def write_predictions(path: Path, found: Predictions, labelled: bool) -> None:
+def write_predictions(path: Path, found: Predictions) -> None:
     """Writes a line for each image: its class, the predicted one, and the best with probability.
 
-    Images that are not `labelled` have no column of their class.
+    Images without classes have no column of them.
     """
     names = np.array(found.classes, dtype=object)
     columns: dict[str, Any] = {"image": found.images}
-    if labelled:
+    if found.targets is not None:
         columns["class"] = names[found.targets]
     for index in range(found.best.shape[1]):
         suffix = "" if index == 0 else f"_{index + 1}"
@@ -134,7 +134,8 @@ def write_predictions(path: Path, found: Predictions, labelled: bool) -> None:
 
 
 def write_classes(path: Path, found: Predictions) -> None:
-    """Writes the images and the accuracy of each class."""
+    """Writes the images and the accuracy of each class, of images with classes."""
+    assert found.targets is not None
     hits = found.best == found.targets[:, None]  # n k
     columns: dict[str, Any] = {
         "class": pd.Categorical.from_codes(found.targets, found.classes),

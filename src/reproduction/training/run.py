@@ -21,6 +21,7 @@ from reproduction.data import loaders
 from reproduction.data.halves import Data, in_memory
 from reproduction.data.seeding import preserved_generators
 from reproduction.data.sources import opened, record
+from reproduction.data.workers import Loader
 from reproduction.errors import (
     OneLineError,
     PlainError,
@@ -104,7 +105,8 @@ def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns the summary; on other ranks the results alone.
     """
-    device = resolve_device(config.device, config.devices, config.recipe.precision)
+    precision = config.recipe.precision
+    device = resolve_device(config.device, config.devices, precision, config.compile)
     if config.compile:
         torch.compiler.reset()  # its limits count over all runs of a process
     with join_world(device) as world:
@@ -198,6 +200,7 @@ def _assembled(
     evaluation_loader = partial(
         loaders.build_evaluation_loader, config, rank=world.rank, ranks=world.size, pin=pin
     )
+    training_images = loaders.build_training_images(config, data.train)
     test_loader = None
     if data.validation is not None:
         test_loader = evaluation_loader(data.held_out)
@@ -205,7 +208,7 @@ def _assembled(
         trainer=trainer,
         folder=folder,
         batches=batches,
-        train_loader=loaders.build_training_loader(config, data.train, batches, pin),
+        train_loader=Loader(training_images, batches, config.workers, pin),
         epoch_loader=evaluation_loader(data.per_epoch),
         test_loader=test_loader,
         loggers=Loggers(config.logger if world.is_main else {}, config, folder, trainer.step),
@@ -213,7 +216,7 @@ def _assembled(
         clock=Clock(config.checkpoint),
         batch_metrics=metrics.BatchMetrics(world),
         pulse=Pulse(),
-        metrics=build_metrics(config.recipe),
+        own_metrics=build_metrics(config.recipe),
     )
 
 
@@ -258,8 +261,8 @@ def _htm_numbers(trainer: Trainer, htm: HTM) -> dict[str, list[float | str]]:
     """HTM's tau, in nats, and rho at each layer, with numbers for `auto`; infinity as text."""
     config = replace(trainer.config, model=without_weights(trainer.config.model))
     with preserved_generators():  # only a pass tells how many tokens enter a layer
-        mixes = try_pass(config, len(trainer.classes)).output.layers
-    layers = [*zip(htm.by_layer.values(), mixes, strict=True)]
+        _, output = try_pass(config, len(trainer.classes))
+    layers = [*zip(htm.by_layer.values(), output.layers, strict=True)]
     return {
         "tau": [as_json(settings.tau) for settings, _ in layers],
         "rho": [as_json(settings.rho_for(mix.saliency.shape[1])) for settings, mix in layers],

@@ -7,7 +7,7 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,18 +28,9 @@ from tokenmixup import Output, TokenMixup, training_loss
 from tokenmixup.assignment import Diverged
 from tokenmixup.output import Stat
 
-
-class MicroBatch(NamedTuple):
-    """The mean loss of a micro-batch, the model's output for it, and the figures of its log.
-
-    `stats`: `loss`, `skipped`, `input_mixed_samples` and those of `Output.sums`. All tensors are on
-    the device.
-    """
-
-    loss: Tensor
-    output: Output
-    stats: dict[str, Stat]
-
+# The figures of a micro-batch's log, on the device: `loss`, its mean over the samples, `skipped`,
+# `input_mixed_samples` and those of `Output.sums`.
+Stats = dict[str, Stat]
 
 SEEN = ("loss", "gain_max")  # figures that are finite in a good step; all have the first one
 
@@ -110,7 +101,8 @@ class Trainer:
         self.steps_per_epoch = steps_per_epoch
         self.step = 0  # completed ones
         self.mixes = True
-        self.module = place(module, device)  # the same object
+        self.module = module
+        place(module, device)
         self.inputs = build_training_inputs(config, device)
         if config.compile:
             compile_module(module)
@@ -137,7 +129,7 @@ class Trainer:
         if config.compile == "cuda-graph":
             self.graph = StepGraph(self._update, self.inputs.generators, device)
 
-    def train_step(self, images: Tensor, classes: Tensor, global_size: int) -> list[MicroBatch]:
+    def train_step(self, images: Tensor, classes: Tensor, global_size: int) -> list[Stats]:
         """Updates the parameters by the mean loss over a global batch of `global_size` images.
 
         `images` (`b 3 h w`, uint8) and `classes` (`b`) are this rank's share of it. All random
@@ -156,7 +148,7 @@ class Trainer:
             self.lr_of_graphs.fill_(self.lr)
             self.step_of_graphs.fill_(self.step)
             self._set_optimizer(lr=self.lr_of_graphs, capturable=True)
-            parts = cast(list[MicroBatch], self.graph(images, classes, global_size, draws))
+            parts = cast(list[Stats], self.graph(images, classes, global_size, draws))
         self.step += 1
         return parts
 
@@ -168,7 +160,7 @@ class Trainer:
 
     def _update(
         self, images: Tensor, classes: Tensor, global_size: int, draws: Draws
-    ) -> list[MicroBatch]:
+    ) -> list[Stats]:
         """The step, given its draws.
 
         Batches of one size get the same operations, so that a CUDA graph can replay them.
@@ -181,7 +173,7 @@ class Trainer:
         before = [buffer.clone() for buffer in buffers]
 
         # Gradients; only the last backward pass reduces them over the ranks
-        parts = list[MicroBatch]()
+        parts = list[Stats]()
         count = self.recipe.grad_accum_steps
         no_sync = getattr(self.parallel, "no_sync", nullcontext)  # DistributedDataParallel has it
         try:
@@ -210,9 +202,9 @@ class Trainer:
             self.average.update(self.module.model)
         return parts
 
-    def _judge(self, norm: Tensor, parts: list[MicroBatch]) -> None:
+    def _judge(self, norm: Tensor, parts: list[Stats]) -> None:
         """Sets `has_diverged` and `is_held` by what is seen of a step, without waiting for it."""
-        seen = [part.stats[name].total for part in parts for name in SEEN if name in part.stats]
+        seen = [part[name].total for part in parts for name in SEEN if name in part]
         if not self.uses_scaler:
             seen.append(norm)
         total = torch.stack(cast(list[Tensor], seen)).sum()
@@ -222,7 +214,7 @@ class Trainer:
         if self.uses_scaler:
             self.is_held.copy_(norm - norm).logical_or_(self.has_diverged)
 
-    def _forward_and_backward(self, part: Mixed, global_size: int) -> MicroBatch:
+    def _forward_and_backward(self, part: Mixed, global_size: int) -> Stats:
         """Adds the gradients of a micro-batch: labels, the mixing of tokens, loss, backward."""
         targets = part.targets(len(self.classes), self.recipe.label_smoothing)
         with autocast(self.world.device, self.recipe.precision):
@@ -234,18 +226,16 @@ class Trainer:
         # DDP averages over the ranks: the world size turns that mean into a sum.
         weight = n * self.world.size / global_size
         self.scaler.scale(loss).backward(constant(weight, loss.device, loss.dtype))
-        loss = loss.detach()
         input_mixed = Stat(0)
         if part.is_mixed is not None:
             input_mixed = Stat(part.is_mixed.sum(dtype=torch.float32))
-        stats = {
-            "loss": Stat(loss * n, n),
+        return {
+            "loss": Stat(loss.detach() * n, n),
             # The tensor itself: `_judge` writes it later, BatchMetrics reads it after the step.
             "skipped": Stat(self.is_held, is_max=True),
             "input_mixed_samples": input_mixed,
             **output.sums,
         }
-        return MicroBatch(loss, output, stats)
 
     def _clip_gradients(self) -> Tensor:
         """Clips the gradients, no longer scaled, and returns their norm before clipping.

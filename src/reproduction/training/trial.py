@@ -1,29 +1,18 @@
 """What is tried out before a run begins, so that it ends in one line: `check_start`."""
 
-from dataclasses import replace
-
 import torch
 
-from reproduction.config import (
-    DATA,
-    LOSS,
-    METRIC,
-    MIXING,
-    MODEL,
-    Config,
-    Recipe,
-)
+from reproduction.config import LOSS, METRIC, MIXING, Config, Recipe
 from reproduction.data import loaders
 from reproduction.data.inputs import Mixed, build_training_inputs
 from reproduction.data.sources import opened
 from reproduction.door import Refused
 from reproduction.errors import PlainError, UserError
 from reproduction.identity import chosen_code
-from reproduction.models.build import try_pass
+from reproduction.models.build import build_module, try_pass, without_weights
 from reproduction.training.evaluate import build_metrics, gathers
 from reproduction.training.optimizers import build_optimizer
 from reproduction.training.step import build_loss
-from tokenmixup import TokenMixup
 
 
 def check_start(config: Config) -> None:
@@ -32,11 +21,11 @@ def check_start(config: Config) -> None:
     data = opened(config.dataset)
     batches = loaders.TrainingBatches(config, len(data.train), rank=0, ranks=config.devices)
     classes = len(data.classes)
-    trial = try_pass(config, classes)
+    module, _ = try_pass(config, classes)
     if config.augmentation.own or LOSS.is_own(config.recipe.loss):
-        try_loss(trial.module, try_inputs(config, classes), config)
+        try_loss(config, classes)
     try_metrics(config.recipe, classes)
-    build_optimizer(trial.module.to_empty(device="cpu"), config.recipe)
+    build_optimizer(module.to_empty(device="cpu"), config.recipe)
     images = loaders.build_training_images(config, data.train)
     try:
         images[0, 0]  # epoch 0, image 0: raises if it is unreadable
@@ -55,18 +44,20 @@ def try_inputs(config: Config, num_classes: int) -> Mixed:
     images = torch.randint(256, (2, 3, size, size), dtype=torch.uint8)
     classes = torch.arange(2) % num_classes
     own = config.augmentation.own.items()
-    words = " ".join(f"augmentation.{name}.source={mix.source}" for name, mix in own)
+    words = " ".join(MIXING.at(name).word(mix.source) for name, mix in own)
     with MIXING.refusing(words, words):
         inputs = build_training_inputs(config, torch.device("cpu"))
         return inputs(images, classes, config.seed, 0, 0)
 
 
-def try_loss(module: TokenMixup, mixed: Mixed, config: Config) -> None:
-    """Raises UserError if a loss of one's own fails on a batch, on the CPU."""
+def try_loss(config: Config, num_classes: int) -> None:
+    """Raises UserError if a mixing or a loss of one's own fails on a batch, on the CPU."""
     recipe = config.recipe
+    mixed = try_inputs(config, num_classes)
+    module = build_module(without_weights(config.model), config.augmentation, num_classes)
     with LOSS.refusing(recipe.loss):
         loss = build_loss(recipe, torch.device("cpu"))
-        output = module(mixed.images, mixed.targets(module.num_classes, recipe.label_smoothing))
+        output = module(mixed.images, mixed.targets(num_classes, recipe.label_smoothing))
         found = loss(output, mixed, 0)
         if not isinstance(found, torch.Tensor) or found.shape != () or not found.requires_grad:
             shape = getattr(found, "shape", type(found).__name__)
@@ -84,21 +75,22 @@ def check_capture(config: Config) -> None:
     if config.compile != "cuda-graph":
         return
     for door, chosen in chosen_code(config):
-        key = door.key
-        if key in (DATA.key, MODEL.key) or key.startswith("recipe.metrics."):
+        refused = f"compile=cuda-graph {door.word(chosen)}: cannot be captured"
+        if door.part == "inputs":
+            raise UserError(f"{refused}, as it draws on the host")
+        if door.part not in ("tokens", "step"):
             continue
         with door.refusing(chosen):
             is_capturable = getattr(door.factory(chosen), "capturable", not door.is_own(chosen))
-        if not is_capturable or key.startswith("augmentation.own."):  # which draws on the host
-            rule = "cannot be captured; code of your own can if it says `capturable = True`"
-            raise UserError(f"compile=cuda-graph {key}={chosen}: {rule}")
+        if not is_capturable:
+            raise UserError(f"{refused}; code of your own can if it says `capturable = True`")
 
 
 def try_metrics(recipe: Recipe, num_classes: int) -> None:
     """Raises UserError for a metric that fails on two images, or returns no number."""
     for name, metric in build_metrics(recipe).items():
         chosen = recipe.metrics[name]
-        with replace(METRIC, key=f"recipe.metrics.{name}").refusing(chosen):
+        with METRIC.at(name).refusing(chosen):
             found = metric(torch.randn(2, num_classes), torch.arange(2) % num_classes)
             numbers = [found] if gathers(metric) else [*found]
             if len(numbers) != (1 if gathers(metric) else 2):
