@@ -25,12 +25,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from reproduction.compose import check_asked, compose, expand, readable, text_of, with_words
+from reproduction.compose import check_asked, compose, expand, with_words, word_of
 from reproduction.config import Config, validated
 from reproduction.errors import UserError, one_line_errors, say
 from reproduction.files import LONGEST, cut, write_json
 from reproduction.folder import RunFolder
-from reproduction.help import hydra_errors, key_of
+from reproduction.help import hydra_errors
 from reproduction.identity import digest, settings_of_evaluation
 from reproduction.machine import is_first_rank
 
@@ -52,21 +52,19 @@ def main(words: list[str]) -> None:
 
 def taken(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Returns the words of OPTIONS by their keys, and the others; UserError if they do not fit."""
-    for word in words:
-        if "=" not in word and Path(word).exists():
-            key = "run" if Path(word).is_dir() else "checkpoint"
-            raise UserError(f"{word}: must be {key}={word}")
+    for typed in words:
+        if "=" not in typed and Path(typed).exists():
+            key = "run" if Path(typed).is_dir() else "checkpoint"
+            raise UserError(f"{typed}: must be {key}={typed}")
     options = {}
     others = []
-    for word in map(readable, words):
-        key = word.partition("=")[0]
-        if key in OPTIONS:
-            options[key] = os.path.expanduser(text_of(word))
+    for word in map(word_of, words):
+        if word.key in OPTIONS:
+            options[word.key] = os.path.expanduser(word.value_text)
+        elif word.key in FOR_TRAINING:
+            raise UserError(f"{word.text}: not allowed here, it chooses the training images")
         else:
-            others.append(word)
-    for word in others:
-        if key_of(word) in FOR_TRAINING:
-            raise UserError(f"{word}: not allowed here, it chooses the training images")
+            others.append(word.text)
     empty = [key for key, value in options.items() if not value]
     if empty:
         raise UserError(f"{empty[0]}=: no value is set")
@@ -142,19 +140,17 @@ def of_run(saved: Config, words: Sequence[str]) -> Config:
 
     Another data set keeps the mean and std of the run.
     """
-    for word in words:
-        key = key_of(word)
-        is_metric = key.startswith(("recipe.metrics.", "recipe.metrics_options."))
-        is_changeable = is_metric or key in OF_A_RUN or key.partition(".")[0] in OF_A_RUN
-        if not is_changeable:
-            raise UserError(
-                f"{word}: not allowed here, allowed are {', '.join((*OPTIONS, *OF_A_RUN))}"
-            )
+    read = [*map(word_of, words)]
+    for word in read:
+        is_metric = word.key.startswith(("recipe.metrics.", "recipe.metrics_options."))
+        if not (is_metric or word.key in OF_A_RUN or word.group in OF_A_RUN):
+            allowed = ", ".join((*OPTIONS, *OF_A_RUN))
+            raise UserError(f"{word.text}: not allowed here, allowed are {allowed}")
     raw = {**asdict(saved), "devices": 1, "compile": False}
     raw["recipe"]["metrics"] = {}  # only those that the words name run
-    changes = [word for word in words if not word.startswith("dataset=")]
+    changes = [word.text for word in read if word.key != "dataset"]
     if len(changes) < len(words):
-        of_dataset = [word for word in words if key_of(word).partition(".")[0] == "dataset"]
+        of_dataset = [word.text for word in read if word.group == "dataset"]
         raw["dataset"] = asdict(of_file(of_dataset).dataset)
         raw["dataset"] |= {"mean": saved.dataset.mean, "std": saved.dataset.std}
     with hydra_errors(*words):

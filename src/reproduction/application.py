@@ -16,7 +16,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from reproduction.compose import Point, command_of, point_of, readable, typed_words
+from reproduction.compose import Point, command_of, point_of, readable, typed_words, word_of
 from reproduction.config import validated
 from reproduction.errors import (
     OneLineError,
@@ -27,7 +27,7 @@ from reproduction.errors import (
     say,
 )
 from reproduction.files import write_json
-from reproduction.help import help_text, hydra_errors, key_of
+from reproduction.help import help_text, hydra_errors
 from reproduction.identity import run_hash
 from reproduction.jobs import objective, train_here
 from reproduction.machine import launched_ranks
@@ -64,9 +64,9 @@ def arguments(typed: Sequence[str]) -> tuple[list[str], list[str]]:
     if options.multirun and launched_ranks() is not None:
         raise UserError("-m: start a sweep as train.py -m devices=N, without torchrun")
     flags = [x for x in typed if x not in options.overrides]  # with their values
-    words = [readable(word) for word in options.overrides]
+    words = readable(options.overrides)
     for word in words:
-        key = key_of(word)
+        key = word_of(word).key
         if key in REFUSED:
             raise UserError(f"{word}: {REFUSED[key]}")
     if options.hydra_help:  # which is composed without our keys

@@ -35,7 +35,7 @@ from reproduction.config import (
 from reproduction.errors import UserError
 from reproduction.files import cut
 from reproduction.folder import RunFolder, find
-from reproduction.help import FREE, TEXT, allowed, hydra_errors, key_of
+from reproduction.help import FREE, allowed, hydra_errors
 from reproduction.identity import changes_result, name_hash, own_code, run_hash
 from reproduction.machine import launched_ranks
 from reproduction.reading import FileConfigSource
@@ -51,78 +51,103 @@ OF_SWEEPS = re.compile(r"hydra/launcher|hydra/sweeper|hydra\.(launcher|sweeper|s
 # --- words --------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=4096)
-def readable(word: str) -> str:
-    """Returns a word as Hydra reads it, with the same meaning; UserError if it cannot be read.
+@dataclass(frozen=True)
+class Word:
+    """A word in the form that Hydra can read, and what it reads there."""
 
-    Its grammar has no tilde, no apostrophe and no letter outside of ASCII: a value with one gets
-    quotes. So does a number if the key takes a text: name=2026_11 is not 202611. And so does one
-    with an underscore, for a key that the schema does not know.
+    text: str
+    override: Override
+
+    @property
+    def key(self) -> str:
+        """The key or group, without + or ~ before it."""
+        return self.override.key_or_group
+
+    @property
+    def group(self) -> str:
+        """The first part of its key."""
+        return self.key.partition(".")[0]
+
+    @property
+    def value(self) -> Any:
+        return self.override.value()
+
+    @property
+    def typed(self) -> str:
+        """Its value as it was typed."""
+        return self.text.partition("=")[2]
+
+    @property
+    def value_text(self) -> str:
+        """Its value as a text: without quotes, but a number as it was typed."""
+        if isinstance(self.value, str):
+            return self.value
+        return self.typed
+
+    def reads_a_number(self) -> bool:
+        """Whether its value, or one of those of a sweep, is a number."""
+        values = [self.value]
+        if isinstance(self.value, ChoiceSweep):
+            values = self.value.list
+        return any(isinstance(x, int | float) for x in values)
+
+
+@lru_cache(maxsize=4096)
+def word_of(typed: str) -> Word:
+    """Reads a word by Hydra's grammar; UserError if it cannot be read.
+
+    This has no tilde, no apostrophe and no letter outside of ASCII: a value with one gets quotes.
+    So does a number if the key takes a text: name=2026_11 is not 202611. And so does one with an
+    underscore, for a key that the schema does not know.
     """
-    key, equals, value = word.partition("=")
+    key, equals, value = typed.partition("=")
     key, value = key.strip(), value.strip()
-    plain = f"{key}={value}" if equals else key
-    name = key.lstrip("+")
-    is_unknown = FREE.match(name) is not None and name not in allowed()
-    is_text = allowed().get(name, "").startswith(TEXT) or (is_unknown and "_" in value)
-    if _keeps_its_meaning(plain, is_text):
-        return plain
-    is_list = value.startswith(("[", "{")) or "," in value
-    quoted = f"{key}={in_quotes(value)}"
-    if equals and not is_list and _keeps_its_meaning(quoted, is_text):
-        return quoted
-    try:
-        OverridesParser.create().parse_override(plain)
-    except HydraException as error:
-        raise UserError(f"{word}: {error}") from error
-    raise UserError(f"{word}: must be key=value, with a key of train.py --help, texts in quotes")
+    forms = [key]
+    if equals:
+        forms = [f"{key}={value}"]
+        is_list = value.startswith(("[", "{")) or "," in value
+        if not is_list:
+            forms.append(f"{key}={in_quotes(value)}")
+    mistakes = []
+    for form in forms:
+        try:
+            word = Word(form, OverridesParser.create().parse_override(form))
+        except HydraException as error:
+            mistakes.append(error)
+            continue
+        if word.key and not (word.reads_a_number() and means_a_text(key.lstrip("+"), value)):
+            return word
+    reason: object = "must be key=value, with a key of train.py --help, texts in quotes"
+    if mistakes:
+        reason = mistakes[0]
+    raise UserError(f"{typed}: {reason}")
 
 
-def _keeps_its_meaning(word: str, is_text: bool) -> bool:
-    """Whether Hydra can read a word, and reads no number where a text is meant."""
-    override = parsed(word)
-    if override is None:
-        return False
-    value = override.value()
-    values = value.list if isinstance(value, ChoiceSweep) else [value]
-    return not (is_text and any(isinstance(x, int | float) for x in values))
+def means_a_text(key: str, value: str) -> bool:
+    """Whether what looks like a number is none: by the schema, else by its underscore."""
+    known = allowed()
+    if key in known:
+        return known[key].is_text
+    return FREE.match(key) is not None and "_" in value
 
 
-@lru_cache(maxsize=4096)
-def parsed(word: str) -> Override | None:
-    """Returns what Hydra reads in a word, None if it cannot read it."""
-    try:
-        override = OverridesParser.create().parse_override(word)
-    except HydraException:
-        return None
-    return override if override.key_or_group else None
-
-
-def override_of(word: str) -> Override:
-    """Returns what Hydra reads in a word; UserError if it cannot read it."""
-    override = parsed(readable(word))
-    assert override is not None, word
-    return override
+def readable(words: Sequence[str]) -> list[str]:
+    """Returns words in the form that Hydra can read."""
+    return [word_of(word).text for word in words]
 
 
 def in_quotes(text: str) -> str:
     return QuotedString(text, Quote.single).with_quotes()
 
 
-def text_of(word: str) -> str:
-    """Returns the value of a word as a text: without quotes, but a number as it was typed."""
-    value = override_of(word).value()
-    return value if isinstance(value, str) else word.partition("=")[2].strip()
-
-
 def with_words(tree: Any, words: Sequence[str]) -> Any:
     """Returns plain nested values with those of words in their place; UserError for a sweep."""
     result = OmegaConf.create(tree)
     for word in words:
-        override = override_of(word)
-        if override.is_sweep_override() or override.is_delete():
+        read = word_of(word)
+        if read.override.is_sweep_override() or read.override.is_delete():
             raise UserError(f"{word}: must be key=value, with a single value")
-        OmegaConf.update(result, override.key_or_group, override.value(), force_add=True)
+        OmegaConf.update(result, read.key, read.value, force_add=True)
     return OmegaConf.to_container(result, resolve=True, throw_on_missing=True)
 
 
@@ -136,7 +161,7 @@ def expand(words: Sequence[str]) -> list[list[str]]:
 
     All words are kept, as in a run; a list of values is dropped where a later value replaces it.
     """
-    words = [readable(word) for word in words]
+    words = readable(words)
     choices: list[list[str]] = []
     sweeps: dict[str, int] = {}  # key -> place of its list of values
     with config_loader() as loader, hydra_errors(*words):
@@ -227,7 +252,7 @@ def tree_of(words: Sequence[str]) -> DictConfig:
 
 def compose(words: Sequence[str]) -> Config:
     """Returns the configuration of these words; UserError for anything wrong with one of them."""
-    words = [readable(word) for word in words]
+    words = readable(words)
     return config_of(tree_of(words), words)
 
 
@@ -304,7 +329,7 @@ def point_of(tree: DictConfig, words: Sequence[str]) -> Point:
 
     With resume=auto its name is that of the folder that holds it, if there is one.
     """
-    words = [word for word in words if key_of(word) not in OF_THE_COMMAND]
+    words = [word for word in words if word_of(word).key not in OF_THE_COMMAND]
     config = config_of(tree, words)
     label = str(tree.row or "")
     ranks = launched_ranks()
@@ -325,17 +350,18 @@ def default_name(config: Config, words: Sequence[str], label: str) -> str:
 
     Without a label, the last part of each key is named, in plain characters, up to LONGEST_NAME.
     """
-    texts = {}
-    for word in words:
-        _, _, text = word.partition("=")
-        texts[key_of(word)] = text
+    typed = {}
+    for word in map(word_of, words):
+        typed[word.key] = word
     stack = "+".join(config.augmentation.stack) or "plain"
-    head = label or texts.get("experiment", "")
-    name = head.replace("/", "-") or f"{config.model.name}-{config.dataset.name}-{stack}"
+    head = label or f"{config.model.name}-{config.dataset.name}-{stack}"
+    if not label and "experiment" in typed:
+        head = typed["experiment"].value_text.strip("[]")
+    name = head.replace("/", "-")
     if not label:
-        for key, text in texts.items():
+        for key, word in typed.items():
             if changes_result(key) and key not in IN_THE_NAME:
-                setting = f"{last_part(key)}={text.replace(',', '+')}"
+                setting = f"{last_part(key)}={word.value_text.replace(',', '+')}"
                 name += "-" + re.sub(r"(?a)[^\w.+=-]+", "", setting)
     tail = f"-s{config.seed}-{name_hash(config)}"
     return cut(name, LONGEST_NAME, tail)
@@ -356,7 +382,7 @@ def hydra_arguments() -> list[str]:
     if node.job.config_name != PRIMARY:
         line += ["--config-name", node.job.config_name]
     of_hydra = typed_words(node, "hydra")
-    return line + [word for word in of_hydra if not OF_SWEEPS.match(key_of(word))]
+    return line + [word for word in of_hydra if not OF_SWEEPS.match(word_of(word).key)]
 
 
 def check_asked(config: Config, words: Sequence[str], *keys: str) -> None:
@@ -364,7 +390,8 @@ def check_asked(config: Config, words: Sequence[str], *keys: str) -> None:
 
     The configuration of a run from elsewhere must run no code unasked.
     """
+    named = [(word.key, word.value_text) for word in map(word_of, words)]
     for key, path in own_code(config).items():
-        word = f"{key}={path}"
-        if key in keys and word not in words:
+        if key in keys and (key, path) not in named:
+            word = f"{key}={path}"
             raise UserError(f"{word}: the run needs this code; to run it, add {word}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hydra.core.utils import env_override
 
-from reproduction.compose import Point, expand, planned_point, text_of
+from reproduction.compose import Point, expand, planned_point, word_of
 from reproduction.config import SOURCES, Config, Dataset, StudyWords, ViT, check_new
 from reproduction.errors import (
     Interrupted,
@@ -26,7 +26,6 @@ from reproduction.errors import (
     warn,
 )
 from reproduction.folder import find
-from reproduction.help import key_of
 from reproduction.identity import files_of_code, row_hash
 from reproduction.machine import is_first_rank
 from reproduction.studies.study import Part, planned, swept_texts
@@ -63,11 +62,11 @@ class Sweep:
     @classmethod
     def of_study(cls, asked: StudyWords, words: Sequence[str]) -> "Sweep":
         """The runs of a study, with `words` as overrides of all of them."""
-        for word in words:
-            if key_of(word) == "seed":
-                raise UserError(f"{word}: must be seeds=N, from the study's first_seed on")
-            if key_of(word) == "resume" and text_of(word) != "auto":
-                raise UserError(f"{word}: must be auto, with which a study is trained")
+        for word in map(word_of, words):
+            if word.key == "seed":
+                raise UserError(f"{word.text}: must be seeds=N, from the study's first_seed on")
+            if word.key == "resume" and word.value != "auto":
+                raise UserError(f"{word.text}: must be auto, with which a study is trained")
         return cls(*planned(asked.study, asked.seeds, asked.scale, words))
 
     def only(self, task: int | None) -> "Sweep":
@@ -170,7 +169,7 @@ class Sweep:
         counts = Counter[str]()
         for task, point in enumerate(self.points):
             run = run_of(point)
-            differing = [x for x in point.words if x not in shared and key_of(x) != "seed"]
+            differing = [x for x in point.words if x not in shared and word_of(x).key != "seed"]
             row = {
                 "task": str(task),
                 "row": point.label or ",".join(swept_texts(differing)),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from reproduction.compose import Point, last_part, override_of
+from reproduction.compose import Point, last_part, word_of
 from reproduction.config import LONGEST_NAME
 from reproduction.errors import UserError
 from reproduction.files import cut
@@ -267,7 +267,7 @@ class Settings:
         known = self.named(name)
         if len(known) > 1:
             raise UserError(f"against={against}: {name} may be {' or '.join(known)}")
-        text = value_text(override_of(f"value={typed}").value())
+        text = value_text(word_of(f"value={typed}").value)
         having = []
         if known:
             having = [row for row, x in self.values[known[0]].items() if value_text(x) == text]

@@ -19,9 +19,9 @@ from reproduction.compose import (
     compose,
     expand,
     last_part,
-    override_of,
     planned_point,
     readable,
+    word_of,
 )
 from reproduction.config import (
     LONGEST_NAME,
@@ -36,7 +36,7 @@ from reproduction.config import (
 )
 from reproduction.errors import UserError
 from reproduction.files import cut
-from reproduction.help import GROUPS, key_of
+from reproduction.help import GROUPS
 from reproduction.identity import changes_result, digest, row_hash, run_hash
 from reproduction.reading import read_yaml
 from reproduction.studies.runs import OUTCOMES
@@ -137,9 +137,9 @@ class Study:
 
     def __post_init__(self) -> None:
         for name, row in self.rows.items():
-            for word in self.overrides + row.overrides:
-                if key_of(word) in OWN_KEYS:
-                    raise ValueError(f"rows.{name}: {word}: a study must not set {key_of(word)}")
+            for word in map(word_of, self.overrides + row.overrides):
+                if word.key in OWN_KEYS:
+                    raise ValueError(f"rows.{name}: {word.text}: a study must not set {word.key}")
             others = [other for other in self.rows if other != name]
             if row.against is not None and row.against not in others:
                 allowed = ", ".join(others) or "left out, as there is no other row"
@@ -209,7 +209,7 @@ def cells(name: str, study: Study) -> list[Cell]:
                 row=row,
                 told=study.rows[row],
                 words=words,
-                values={key_of(word): override_of(word).value() for word in swept},
+                values={word.key: word.value for word in map(word_of, swept)},
                 label=f"{Path(name).stem}/{','.join(parts)}",
             )
             found.append(cell)
@@ -218,8 +218,9 @@ def cells(name: str, study: Study) -> list[Cell]:
 
 def swept_texts(words: Sequence[str]) -> list[str]:
     """Returns swept words by the short names of their keys."""
-    names = short_names([key_of(word) for word in words])
-    return [f"{name}={word.partition('=')[2]}" for name, word in zip(names, words, strict=True)]
+    read = [*map(word_of, words)]
+    names = short_names([word.key for word in read])
+    return [f"{name}={word.typed}" for name, word in zip(names, read, strict=True)]
 
 
 def short_names(keys: Sequence[str]) -> list[str]:
@@ -336,7 +337,7 @@ def planned(
     points: dict[str, Point] = {}
     parts = []
     for study_name, study in studies(name).items():
-        part, runs = part_of(study_name, study, seeds, scale, [readable(word) for word in more])
+        part, runs = part_of(study_name, study, seeds, scale, readable(more))
         has_all_rows = name in ("all", study_name)
         parts.append(replace(part, has_all_rows=has_all_rows))
         for point in runs:
@@ -371,7 +372,7 @@ def part_of(
         if without:
             reason = f"{without[0]} has no recipe.metrics.{metric}=package.module:factory"
             raise UserError(f"tested={study.tested}: {reason}")
-    changes = [word for word in more if changes_result(key_of(word))]
+    changes = [word for word in more if changes_result(word_of(word).key)]
     if changes:
         check_rows(trained, study, scale, configs, changes)
     shown = study
@@ -420,7 +421,7 @@ def words_of(cell: Cell, study: Study, scale: str, more: Sequence[str]) -> list[
     """Returns the words of a cell at a scale. The last word for a key counts."""
     words = [*cell.words]
     if scale == SMOKE:
-        words += [*SHORT, *map(readable, study.smoke)]
+        words += [*SHORT, *readable(study.smoke)]
         if compose([*words, *more]).augmentation.htm is not None:
             words += MIXING
     return [*words, *more]
@@ -431,7 +432,7 @@ def check_overrides(study: Study, more: Sequence[str]) -> None:
     for word in more:
         for name, row in study.rows.items():
             for own in row.overrides:
-                if overlap(key_of(word), key_of(own)):
+                if overlap(word_of(word).key, word_of(own).key):
                     raise UserError(f"{word}: rows.{name} sets {own}, so it cannot be for all rows")
 
 
