@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, dataclass_transform
 
 from pydantic import (
     AfterValidator,
@@ -76,8 +76,24 @@ Range = Annotated[list[Part], Field(min_length=2, max_length=2)]
 FolderName = Annotated[str, AfterValidator(folder_name)]
 PathName = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 
+
+class Fixed(NamedTuple):
+    """A data set of the same images everywhere: how many there are, and of how many classes."""
+
+    train: int
+    held_out: int
+    classes: int
+    place: str = ""  # in dataset.root, of what is downloaded
+
+
 # Keys that choose a function. What each one is called with, and returns: docs/extending.md.
-DATA_SETS = ("digits", "cifar10", "cifar100", "image_folder", "imagenet1k")
+DATA_SETS = {
+    "digits": Fixed(1_437, 360, 10),
+    "cifar10": Fixed(50_000, 10_000, 10, place="cifar-10-batches-py"),
+    "cifar100": Fixed(50_000, 10_000, 100, place="cifar-100-python"),
+    "image_folder": None,
+    "imagenet1k": Fixed(1_281_167, 50_000, 1000),
+}
 DATA = Door("dataset.source", {name: f"{SOURCES}:{name}" for name in DATA_SETS})
 MODEL = Door("model.source")
 HTM_RULES = {name: Door(f"augmentation.htm.{name}", ours) for name, ours in RULES.items()}
@@ -212,6 +228,11 @@ class Dataset:
     validation_seed: Seed = 0
     source: Annotated[str, AfterValidator(DATA.checked), AfterValidator(DATA.path), DATA.schema]
     options: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def fixed(self) -> Fixed | None:
+        """What is known of its images, if they are the same everywhere."""
+        return next((x for name, x in DATA_SETS.items() if DATA.path(name) == self.source), None)
 
 
 @schema

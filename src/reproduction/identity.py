@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from reproduction.config import SOURCES, Command, Config, door_of, validated
+from reproduction.config import DATA, SOURCES, Command, Config, door_of, validated
 from reproduction.door import Door, file_of
 from reproduction.errors import UserError, as_typed
 
@@ -27,7 +27,6 @@ NOT_RESULT = (
     "recipe.metrics",
     "recipe.metrics_options",
 )
-FIXED = ("digits", "cifar10", "cifar100", "imagenet1k")  # data sets whose images are known
 PATHS = ("dataset.root", "model.weights")  # relative ones stay so: a project may be moved
 
 # --- saved configurations -----------------------------------------------------------------------
@@ -115,10 +114,12 @@ def changes_result(key: str) -> bool:
 def settings(config: Config) -> dict[str, Any]:
     """Returns the dotted keys and values that determine a result: the identity of a run.
 
-    The folder of a fixed data set is not among them, as its images may be moved.
+    The folder of a fixed data set is not among them, as its images may be moved. With another
+    label it is, as it always was.
     """
     counted = {key: value for key, value in flat(asdict(config)) if changes_result(key)}
-    if config.dataset.name in FIXED:
+    dataset = config.dataset
+    if dataset.fixed is not None and dataset.source == DATA.path(dataset.name):
         del counted["dataset.root"]
     for key in PATHS:
         if counted.get(key) is not None:

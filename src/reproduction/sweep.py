@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from hydra.core.utils import env_override
 
 from reproduction.compose import Point, expand, planned_point, word_of
-from reproduction.config import SOURCES, Config, Dataset, StudyWords, ViT, check_new
+from reproduction.config import Config, Dataset, StudyWords, ViT, check_new
 from reproduction.errors import (
     Interrupted,
     OneLineError,
@@ -40,10 +40,6 @@ GRIDS = ("hydra_plugins.checked.", "hydra._internal.core_plugins.basic_sweeper."
 # launchers whose jobs run on other machines, which check what this one lacks
 ELSEWHERE = ("hydra_plugins.checked.SlurmLauncher", "hydra_plugins.hydra_ray_launcher.")
 CLASSES = 10  # of a model whose images are not here
-PLACES = {  # of data sets that are downloaded, in their root
-    f"{SOURCES}:cifar10": "cifar-10-batches-py",
-    f"{SOURCES}:cifar100": "cifar-100-python",
-}
 
 
 @dataclass(frozen=True)
@@ -175,7 +171,7 @@ class Sweep:
                 "row": point.label or ",".join(swept_texts(differing)),
                 "seed": str(point.config.seed),
                 "status": run.status_text,
-                "top-1 [%]": formatted(run.numbers.get(ON_TEST.name), ".2f"),
+                "top-1 [%]": formatted(run.outcomes.get(ON_TEST), ".2f"),
             }
             rows.append(row)
             folders.append(f"{task}: {run.path}")
@@ -308,7 +304,8 @@ class Checks:
             return True
         with self.noting_modules():
             check_source(dataset)
-            if dataset.root is None or Path(dataset.root, PLACES.get(dataset.source, "")).exists():
+            place = dataset.fixed.place if dataset.fixed is not None else ""
+            if dataset.root is None or Path(dataset.root, place).exists():
                 opened(dataset)
                 return True
             self.lacks[f"dataset.root={dataset.root}: {dataset.name} is not here"] = None

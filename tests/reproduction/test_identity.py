@@ -143,6 +143,12 @@ def test_every_key_counts_unless_it_changes_no_result(kind: str):
         assert is_other == counts, key
 
 
+def test_the_label_of_a_folder_makes_no_data_set_of_ours_of_it():
+    words = ("dataset=image_folder", "dataset.name=cifar10")
+    assert dry(words, "dataset.root=a")[1] != dry(words, "dataset.root=b")[1]
+    assert dry("dataset=cifar10", "dataset.root=a")[1] == dry("dataset=cifar10")[1]
+
+
 NEW = {"recipe.lr": 0.002, "augmentation.htm.tau": 1.0}  # as if they had been added later
 
 

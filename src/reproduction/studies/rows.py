@@ -23,7 +23,6 @@ from reproduction.studies.runs import (
     Run,
     counted,
     judged_by,
-    outcome_of,
     row_settings,
 )
 from reproduction.studies.statistics import Line, Row, lines_of
@@ -62,10 +61,10 @@ def study_table(part: Part, runs: Sequence[Run], outputs: Path) -> Table:
     rows = rows_of(part)
     main = judged_by(shown)
     if study.tested is not None:
-        main = outcome_of(study.tested)
+        main = study.tested
     sections = _sections(rows, shown, main, is_main=True)
-    found = dict.fromkeys(name for run in shown for name in run.numbers if " on " in name)
-    for outcome in map(outcome_of, {**OUTCOMES, **found}):
+    of_metrics = [outcome for run in shown for outcome in run.outcomes]
+    for outcome in dict.fromkeys([*OUTCOMES, *of_metrics]):
         if outcome != main:
             others = _sections(rows, shown, outcome, is_main=False)
             sections += [section for section in others if section.finished]

@@ -4,7 +4,6 @@ The paper's tables and sweeps lie in paper/, studies of your own in results/; al
 A row is a cell, or a sweep if it lists values: then each combination of them is a cell.
 """
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from reproduction.compose import (
     Point,
@@ -39,7 +38,7 @@ from reproduction.files import cut
 from reproduction.help import GROUPS
 from reproduction.identity import changes_result, digest, row_hash, run_hash
 from reproduction.reading import read_yaml
-from reproduction.studies.runs import OUTCOMES
+from reproduction.studies.runs import OUTCOMES, Outcome, outcome_of
 
 PAPER_FOLDER = Path(__file__).parent / "paper"
 PAPERS = (
@@ -76,7 +75,6 @@ SHORT = [
 ]
 # An untrained model finds every sample difficult and attends evenly, so HTM would mix nothing.
 MIXING = ["augmentation.htm.tau=inf", "augmentation.htm.rho=0"]
-FORMER_NAMES = {"top1_last": "top1 on test", "loss_last": "loss on test"}
 Printed = dict[Literal["top1", "top5"], float]  # percent, on the test set
 
 # --- the file -----------------------------------------------------------------------------------
@@ -89,12 +87,11 @@ def _mapping_of(row: Any) -> Any:
     return row
 
 
-def _tested(name: str | None) -> str | None:
-    """Returns the name of an outcome by the present names, of ours or of a metric of one's own."""
-    name = FORMER_NAMES.get(name or "", name)
-    if name is not None and not re.fullmatch(r"\w+ on (test|validation)", name):
-        raise ValueError(f"must be one of {', '.join(OUTCOMES)}, or NAME on test of a metric")
-    return name
+def _tested(named: Any) -> Outcome | None:
+    """Returns the outcome of a name; of none there is none, and one that was read stays."""
+    if named is None or isinstance(named, Outcome):
+        return named
+    return outcome_of(str(named))
 
 
 @schema
@@ -127,7 +124,7 @@ class Study:
     # runs are all finished, and no seed beyond it.
     looks: dict[Count, Fraction] = Field(default_factory=dict)
     # The outcome by which rows are tested; without it the accuracy, as `judged_by` chooses.
-    tested: Annotated[str | None, AfterValidator(_tested)] = None
+    tested: Annotated[Outcome | None, BeforeValidator(_tested)] = None
     smoke: list[str] = Field(default_factory=list)  # more overrides, at this scale
     source: str = ""  # of what is quoted
     quoted: dict[str, dict[str, Printed]] = Field(default_factory=dict)  # by row and column
@@ -367,11 +364,11 @@ def part_of(
         configs[cell.label] = of_cell[0].config
         points += of_cell
     if study.tested is not None and study.tested not in OUTCOMES:
-        metric = study.tested.partition(" on ")[0]
+        metric = study.tested.measure
         without = [label for label, x in configs.items() if metric not in x.recipe.metrics]
         if without:
             reason = f"{without[0]} has no recipe.metrics.{metric}=package.module:factory"
-            raise UserError(f"tested={study.tested}: {reason}")
+            raise UserError(f"tested={study.tested.name}: {reason}")
     changes = [word for word in more if changes_result(word_of(word).key)]
     if changes:
         check_rows(trained, study, scale, configs, changes)

@@ -134,7 +134,7 @@ COLUMNS = [
     Column("{title} [{unit}]", lambda line: spread(line.judged, line.outcome.spec)),
     Column(
         "test top-1 [%]",
-        lambda line: spread(line.values(ON_TEST.name), ON_TEST.spec),
+        lambda line: spread(line.values(ON_TEST), ON_TEST.spec),
         lambda line: line.outcome == ON_VALIDATION,
     ),
     Column("paper [%]", lambda line: formatted(line.printed, ".2f")),
@@ -159,7 +159,7 @@ COLUMNS = [
     Column("selected [%]", mean_of("top1_selected", ".2f"), is_main),
     Column("tokens of easy", mean_of("easy_tokens", ".1f"), is_main),
     Column("tokens of mixed", mean_of("mixed_tokens", ".1f"), is_main),
-    Column("hours", lambda line: hours(line.values("seconds").sum(), 1), is_main),
+    Column("hours", lambda line: hours(line.measured("seconds").sum(), 1), is_main),
     Column("status", lambda line: line.row.status_text or NOTHING, is_main),
 ]
 TITLES = {column.title for column in COLUMNS}
@@ -301,7 +301,7 @@ def notes_of(counted: Counted) -> Iterator[str]:
     if several:
         yield f"runs of one row are of several versions of code: {'; '.join(several)}"
     revisions = sorted({revision for run in counted.runs for revision in run.revisions})
-    seconds = math.fsum(run.numbers.get("seconds", 0.0) for run in counted.runs)
+    seconds = math.fsum(run.measures.get("seconds", 0.0) for run in counted.runs)
     runs = "1 finished run"
     if len(counted.runs) != 1:
         runs = f"{len(counted.runs)} finished runs"
