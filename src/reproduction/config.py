@@ -7,7 +7,6 @@ manifold mixup are the library's classes, which check themselves.
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, dataclass_transform
@@ -105,17 +104,8 @@ OPTIMIZER = Door(
     },
 )
 LOSS = Door("recipe.loss", {"cross_entropy": "reproduction.training.step:cross_entropy"})
-METRIC = Door("recipe.metrics.*")
-MIXING = Door("augmentation.own.*.source")
-DOORS = (DATA, MODEL, *HTM_RULES.values(), OPTIMIZER, LOSS, METRIC, MIXING)
-
-
-def door_of(key: str) -> Door | None:
-    """Returns the door of a key that chooses a function."""
-    for door in DOORS:
-        if fnmatchcase(key, door.key):
-            return dataclasses.replace(door, key=key)
-    return None
+METRIC = Door("recipe.metrics")
+MIXING = Door("augmentation.own")
 
 
 def metric_name(value: str) -> str:
@@ -203,7 +193,7 @@ class Own(Model):
     """
 
     family: Literal["custom"]
-    source: Annotated[str, AfterValidator(MODEL.checked), MODEL.schema]
+    source: Annotated[str, MODEL]
     options: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -226,7 +216,7 @@ class Dataset:
     workers: Workers = "auto"
     validation: Rate = 0.0
     validation_seed: Seed = 0
-    source: Annotated[str, AfterValidator(DATA.checked), AfterValidator(DATA.path), DATA.schema]
+    source: Annotated[str, DATA, AfterValidator(DATA.path)]
     options: dict[str, Any] = Field(default_factory=dict)
 
     @property
@@ -269,15 +259,22 @@ class HTMByName(HTM):
 class OwnMix:
     """An input mixing of one's own: the factory `source`, with its `options`."""
 
-    source: Annotated[str, AfterValidator(MIXING.checked), MIXING.schema]
+    source: Annotated[str, MIXING]
     options: dict[str, Any] = Field(default_factory=dict)
+
+
+def _is_own(settings: Any) -> bool:
+    """Whether these are of a mixing of one's own; `own` may hold one that is called source."""
+    if not isinstance(settings, Mapping) or "source" not in settings:
+        return False
+    return not isinstance(settings["source"], Mapping)
 
 
 def with_own(raw: Any) -> Any:
     """Returns an augmentation stack with what has a `source` in `own`, by its name."""
     if not isinstance(raw, Mapping):
         return raw
-    own = {name: x for name, x in raw.items() if isinstance(x, Mapping) and "source" in x}
+    own = {name: x for name, x in raw.items() if _is_own(x)}
     others = {name: x for name, x in raw.items() if name not in own}
     return {**others, "own": {**others.get("own", {}), **own}}
 
@@ -344,14 +341,14 @@ class Recipe:
     batch_size: Size
     drop_last: StrictBool
     grad_accum_steps: Count
-    optimizer: Annotated[str, AfterValidator(OPTIMIZER.checked), OPTIMIZER.schema]
+    optimizer: Annotated[str, OPTIMIZER]
     optimizer_options: dict[str, Any] = Field(default_factory=dict)
-    loss: Annotated[str, AfterValidator(LOSS.checked), LOSS.schema] = "cross_entropy"
+    loss: Annotated[str, LOSS] = "cross_entropy"
     loss_options: dict[str, Any] = Field(default_factory=dict)
     # of one's own, by the names that lines and tables give them; their options likewise
     metrics: dict[
         Annotated[str, AfterValidator(metric_name)],
-        Annotated[str, AfterValidator(METRIC.checked), METRIC.schema],
+        Annotated[str, METRIC],
     ] = Field(default_factory=dict)
     metrics_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     lr: Positive

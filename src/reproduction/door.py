@@ -19,7 +19,8 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
-from pydantic import WithJsonSchema
+from pydantic import GetCoreSchemaHandler
+from pydantic_core.core_schema import no_info_after_validator_function
 
 from reproduction.errors import OneLineError, UserError, first_line, nearest, of_library
 
@@ -83,10 +84,13 @@ class Door:
             raise ValueError(f"must be {self.allowed}")
         return chosen
 
-    @property
-    def schema(self) -> WithJsonSchema:
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> Any:
+        """Has the schema check what stands at a key that is annotated with this door."""
+        return no_info_after_validator_function(self.checked, handler(kind))
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
         """What help says of it."""
-        return WithJsonSchema({"type": "string", "allowed": self.allowed})
+        return {"type": "string", "allowed": self.allowed}
 
     def factory(self, chosen: str) -> Callable[..., Any]:
         """Returns the factory of a name or a path; Refused if its module has none."""

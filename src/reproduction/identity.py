@@ -4,10 +4,23 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from reproduction.config import DATA, SOURCES, Command, Config, door_of, validated
+from reproduction.config import (
+    DATA,
+    HTM_RULES,
+    LOSS,
+    METRIC,
+    MIXING,
+    MODEL,
+    OPTIMIZER,
+    SOURCES,
+    Command,
+    Config,
+    Own,
+    validated,
+)
 from reproduction.door import Door, file_of
 from reproduction.errors import UserError, as_typed
 
@@ -181,10 +194,18 @@ def name_hash(config: Config) -> str:
 
 def chosen_code(config: Config) -> Iterator[tuple[Door, str]]:
     """Yields each key that chooses a function, as its door, and what it chooses."""
-    for key, chosen in flat(asdict(config)):
-        door = door_of(key)
-        if door is not None:
-            yield door, chosen
+    yield DATA, config.dataset.source
+    if isinstance(config.model, Own):
+        yield MODEL, config.model.source
+    for name, rule in HTM_RULES.items():
+        if config.augmentation.htm is not None:
+            yield rule, getattr(config.augmentation.htm, name)
+    for name, mix in config.augmentation.own.items():
+        yield replace(MIXING, key=f"augmentation.own.{name}.source"), mix.source
+    yield OPTIMIZER, config.recipe.optimizer
+    yield LOSS, config.recipe.loss
+    for name, metric in config.recipe.metrics.items():
+        yield replace(METRIC, key=f"recipe.metrics.{name}"), metric
 
 
 def own_code(config: Config) -> dict[str, str]:
