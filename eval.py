@@ -81,7 +81,9 @@ def taken(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 def evaluate_run(options: dict[str, str], words: Sequence[str]) -> None:
     """Evaluates or exports weights of a run."""
-    folder = run_folder(options["run"])
+    folder = RunFolder(options["run"])
+    if not folder.is_run():
+        raise UserError(f"run={folder.path}: must be the folder of a run, with its config.yaml")
     which = options.get("weights", "last")
     saved = folder.read_config()
     files = folder.weights(which)
@@ -91,7 +93,7 @@ def evaluate_run(options: dict[str, str], words: Sequence[str]) -> None:
         code.append("dataset.source")
     check_asked(config, words, *code)
     if "export" in options:
-        export(config, files, options, is_run=True)
+        export(config, files, options)
         return
     if "images" in options:
         predict(config, files, options)
@@ -108,7 +110,7 @@ def evaluate_file(options: dict[str, str], words: Sequence[str]) -> None:
     file = Path(options["checkpoint"])
     config = of_file(words)
     if "export" in options:
-        export(config, [file], options, is_run=False)
+        export(config, [file], options)
         return
     if "images" in options:
         predict(config, [file], options)
@@ -125,14 +127,6 @@ def result_of(place: Path, config: Config, hashed: list[Any]) -> Path:
         tail = f"-{config.dataset.name}-{digest(hashed)}{tail}"
     longest = LONGEST - len("-confusion")  # of a picture beside it
     return place.with_name(cut(place.name, longest, tail))
-
-
-def run_folder(path: str) -> RunFolder:
-    """Returns the run of a folder. UserError if it holds none."""
-    folder = RunFolder(path)
-    if not (folder.config_path.exists() or folder.checkpoints()):
-        raise UserError(f"run={path}: must be the folder of a run, with its config.yaml")
-    return folder
 
 
 def of_run(saved: Config, words: Sequence[str]) -> Config:
@@ -171,13 +165,13 @@ def new_file(options: dict[str, str], key: str, ending: str) -> Path:
     return path
 
 
-def export(config: Config, files: list[Path], options: dict[str, str], is_run: bool) -> None:
+def export(config: Config, files: list[Path], options: dict[str, str]) -> None:
     from reproduction.data.loaders import preprocessing
     from reproduction.training.checkpoint import export as write
 
     path = new_file(options, "export", ".safetensors")
     if is_first_rank():
-        write(config.model, files, path, preprocessing(config) if is_run else None)
+        write(config.model, files, path, preprocessing(config) if "run" in options else None)
         say(f"written to {path}")
 
 

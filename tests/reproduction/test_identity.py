@@ -319,6 +319,17 @@ def test_a_run_is_found_whatever_its_log_and_wherever_its_project_lies(here: Pat
         assert runs()[0].summary["seconds"] == seconds
 
 
+def test_a_finished_run_without_its_configuration_is_one_for_every_program(here: Path):
+    """A checkpoint has it too."""
+    words = (SHORT, "dataset.limit=60", "dataset.eval_limit=60", "resume=auto")
+    assert_succeeded(train(words))
+    (run,) = runs()
+    (run.path / "config.yaml").unlink()
+    assert_succeeded(train(words, "recipe.log_every=7", "dry_run=1"), run.path.name, " finished")
+    assert_succeeded(script("runs", "outputs"), "1 finished run")
+    assert_succeeded(evaluate(f"run={run.path}"))
+
+
 OWN_ARRAYS = """
 import os
 import numpy as np
