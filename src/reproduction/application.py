@@ -14,7 +14,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from reproduction.compose import Point, command_of, point_of, readable, typed_words, word_of
 from reproduction.config import validated
@@ -180,17 +180,24 @@ class Notes:
 
 
 class Begun(Callback):
-    """Makes Hydra's node known as soon as a sweep begins; conf/train.yaml names it to Hydra."""
+    """Makes known, as soon as a sweep begins, Hydra's node and the folders that it may make.
+
+    conf/train.yaml names it to Hydra.
+    """
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         HydraConfig.instance().set_config(config)
+        folder = Path(config.hydra.sweep.dir)
+        known: Any = HydraConfig.instance().cfg
+        with open_dict(known):
+            known.new_folders = [str(x) for x in (folder, *folder.parents) if not x.exists()]
 
 
 @contextmanager
 def concluding() -> Iterator[None]:
     """Ends a sweep whose sweeper is not ours in its table, also after a failed run and Ctrl-C.
 
-    Of any sweep it removes the folders in which nothing was written.
+    Of any sweep it removes the folders that it has made and in which nothing was written.
     """
     HydraConfig.instance().cfg = None  # of an earlier command of this process
     try:
@@ -200,7 +207,7 @@ def concluding() -> Iterator[None]:
         conclude_noted(failure)
         raise
     finally:
-        remove_empty(sweep_folder())
+        remove_new()
 
 
 def sweep_folder() -> Path | None:
@@ -227,12 +234,14 @@ def conclude_noted(failure: OneLineError | KeyboardInterrupt | None) -> None:
     sweep.conclude(errors)
 
 
-def remove_empty(folder: Path | None) -> None:
-    """Removes the folder of a sweep, and those around it, as far as they are empty."""
+def remove_new() -> None:
+    """Removes the folders that a sweep has made, its own and those around it, if they are empty."""
+    folder = sweep_folder()
     if folder is None:
         return
+    known: Any = HydraConfig.instance().cfg
     with suppress(OSError):  # a launcher's logs are kept, and folders that hold runs
-        for path in (folder, *folder.parents[:2]):  # a sweep, .sweeps, OUTPUTS
-            path.rmdir()
-    if folder.exists():
+        for path in known.new_folders:
+            os.rmdir(path)
+    if folder.exists() and any(folder.iterdir()):
         say(f"logs and results of Hydra's plugins: {folder}")
