@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from reproduction.compose import Point, command_of, point_of, readable, typed_words, word_of
 from reproduction.config import validated
 from reproduction.errors import (
+    NotedError,
     OneLineError,
     PlainError,
     Stopped,
@@ -116,8 +117,7 @@ def check_planned(point: Point, planned: str | None) -> None:
 def train_job(tree: DictConfig, node: Any) -> float | None:
     """Trains a point for any launcher but ours; what no sweeper of ours planned is noted."""
     command = command_of(tree)
-    reason = f"is for hydra/launcher=checked, not {node.launcher._target_}"
-    command.refuse("jobs", "task", "dry_run", reason=reason)
+    command.refuse_beside(node.launcher._target_, "jobs", "task", "dry_run")
     point = point_of(tree, typed_words(node))
     notes = Notes(Path(node.sweep.dir))
     if command.planned is None:
@@ -142,14 +142,6 @@ def train_job(tree: DictConfig, node: Any) -> float | None:
 # --- the end of a sweep -------------------------------------------------------------------------
 
 
-class NotedError(OneLineError):
-    """The error of a job, as it was noted."""
-
-    def __init__(self, line: str, status: int):
-        super().__init__(line)
-        self.status = status
-
-
 @dataclass(frozen=True)
 class Notes:
     """What has become of the points of a sweep whose sweeper is not ours, in its folder.
@@ -169,14 +161,12 @@ class Notes:
 
     def take(self) -> tuple[list[Point], list[OneLineError]]:
         """Returns the points and the errors, and removes the notes."""
-        points = [validated(Point, content) for content in self._taken("point")]
-        errors = [NotedError(*content) for content in self._taken("error")]
-        return points, [*errors]
-
-    def _taken(self, kind: str) -> Iterator[Any]:
-        for path in sorted(self.path.glob(f"{kind}-*.json")):
-            yield json.loads(path.read_text())
+        points = []
+        for path in sorted(self.path.glob("point-*.json")):
+            points.append(validated(Point, json.loads(path.read_text())))
             path.unlink()
+        errors = map(NotedError.take, sorted(self.path.glob("error-*.json")))
+        return points, [*errors]
 
 
 class Begun(Callback):

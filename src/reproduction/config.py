@@ -448,6 +448,10 @@ class Command:
             if value is not None and value is not False:
                 raise UserError(f"{name}={value}: {reason}")
 
+    def refuse_beside(self, launcher: str, *names: str) -> None:
+        """Raises UserError for the first of these that is set, as it needs another launcher."""
+        self.refuse(*names, reason=f"is for hydra/launcher=checked, not {launcher}")
+
 
 def check_new(config: Config) -> None:
     """Raises UserError for what a saved run may hold, and a new one may not."""

@@ -1,6 +1,7 @@
 """How programs end, and what they say: errors in one line, output, progress."""
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -14,12 +15,14 @@ from typing import Literal, NoReturn, TextIO, TypeVar
 
 from tqdm import tqdm
 
-from reproduction.files import LACKS, lack_behind
+from reproduction.files import LACKS, lack_behind, write_json
 from reproduction.machine import is_first_rank
 
 # Signals that end a run: from a terminal, on preemption, or from a launcher.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 LONGEST_LINE = 2000  # characters
+# Environment variable: the file in which a job notes its error, for the sweep that waits for it.
+NOTE = "TOKENMIXUP_NOTE"
 
 
 def in_one_line(text: str, longest: int = LONGEST_LINE) -> str:
@@ -128,6 +131,21 @@ def told(error: Exception) -> str:
     return first_line(error)
 
 
+class NotedError(OneLineError):
+    """The error of a job, as it was noted in a file."""
+
+    def __init__(self, line: str, status: int):
+        super().__init__(line)
+        self.status = status
+
+    @classmethod
+    def take(cls, path: Path) -> "NotedError":
+        """Reads and removes the file."""
+        line, status = json.loads(path.read_text())
+        path.unlink()
+        return cls(line, status)
+
+
 class Interrupted(OneLineError):
     """A sweep was stopped by a signal."""
 
@@ -168,6 +186,8 @@ def one_line_errors() -> Iterator[None]:
         status, line = 130, str(interrupt) or "interrupted"
     if is_first_rank():
         warn(f"{program()}: {line}")
+        if NOTE in os.environ:
+            write_json(Path(os.environ[NOTE]), (line, status))
     sys.exit(status)
 
 

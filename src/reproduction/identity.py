@@ -173,13 +173,6 @@ def row_hash(config: Config) -> str:
     return digest(counted)
 
 
-def shared_settings(config: Config) -> dict[str, Any]:
-    """Returns the settings but for the seed."""
-    shared = settings(config)
-    del shared["seed"]
-    return shared
-
-
 def name_hash(config: Config) -> str:
     """Returns the hash that ends the name of a folder.
 

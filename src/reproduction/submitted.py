@@ -5,7 +5,6 @@ also after a job that could tell nothing; the lock in it names the job to which 
 """
 
 import io
-import json
 import os
 import shutil
 import signal
@@ -20,11 +19,12 @@ from typing import Any
 
 from hydra.core.singleton import Singleton
 
-from reproduction.application import NotedError
 from reproduction.cluster import goes_on, queued_jobs
 from reproduction.compose import Point
 from reproduction.config import TRAIN
 from reproduction.errors import (
+    NOTE,
+    NotedError,
     OneLineError,
     PlainError,
     Stopped,
@@ -33,7 +33,6 @@ from reproduction.errors import (
     one_line_errors,
     say,
 )
-from reproduction.files import write_json
 from reproduction.folder import hold
 from reproduction.machine import CORES
 from reproduction.sweep import Sweep, run_of
@@ -157,7 +156,7 @@ class Jobs:
         if job in self.submitted:
             paths = self.submitted[job].paths
             if noted(paths).exists():
-                return NotedError(*json.loads(noted(paths).read_text()))
+                return NotedError.take(noted(paths))
             job += f" ({paths.stderr})"
         text = f"{folder.path}: {run_of(point).status_text}, and job {job} has ended"
         return PlainError(f"{text}; {point.config.how_to_continue}")
@@ -212,13 +211,9 @@ def in_job(point: Point, cores: int | None, train: Callable[[], OneLineError | N
     if cores is not None:  # torch, which reads them, is not imported yet
         os.environ[CORES] = str(cores)
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // point.config.devices)))
+    os.environ[NOTE] = str(noted(submitit.JobEnvironment().paths))
     with one_line_errors():
-        try:
-            attempt(point, train)
-        except OneLineError as error:
-            paths = submitit.JobEnvironment().paths
-            write_json(noted(paths), (str(error), error.status))
-            raise
+        attempt(point, train)
 
 
 def attempt(point: Point, train: Callable[[], OneLineError | None]) -> None:

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.utils import env_override
+from hydra.utils import get_class
 
 from reproduction.compose import Point, expand, planned_point, word_of
 from reproduction.config import Config, Dataset, StudyWords, ViT, check_new
@@ -35,10 +37,6 @@ if TYPE_CHECKING:  # imports pandas
     from reproduction.studies.table import Table
 
 NOT_STARTED = "not started"
-# sweepers that try every value and choose none: they need no validation split
-GRIDS = ("hydra_plugins.checked.", "hydra._internal.core_plugins.basic_sweeper.")
-# launchers whose jobs run on other machines, which check what this one lacks
-ELSEWHERE = ("hydra_plugins.checked.SlurmLauncher", "hydra_plugins.hydra_ray_launcher.")
 CLASSES = 10  # of a model whose images are not here
 
 
@@ -73,12 +71,12 @@ class Sweep:
             raise UserError(f"task={task}: must be 0 to {len(self.points) - 1}")
         return replace(self, points=[self.points[task]], is_whole=False)
 
-    def check(self, launcher: str = "") -> None:
+    def check(self, runs_here: bool = True) -> None:
         """Raises UserError for a point that cannot run, before the first one starts.
 
-        What this machine lacks is only told if the launcher, a class, has its jobs elsewhere.
+        What this machine lacks is only told if the points run on others.
         """
-        for text in check_points(self.points, runs_here=not launcher.startswith(ELSEWHERE)):
+        for text in check_points(self.points, runs_here):
             warn(text)
 
     def wait(self, ends: Iterable[OneLineError | None]) -> list[OneLineError]:
@@ -86,9 +84,11 @@ class Sweep:
         errors = []
         try:
             for point, error in zip(self.points, ends, strict=True):
+                if error is None:
+                    continue
                 # another process may have held the lock, and finished the run meanwhile
-                is_done = isinstance(error, UserError) and point.folder.is_finished()
-                if error is not None and not is_done:
+                is_mistake = error.status == UserError.status
+                if not (is_mistake and point.folder.is_finished()):
                     errors.append(error)
         except KeyboardInterrupt as interrupt:
             errors.append(self.interrupted_by(interrupt))
@@ -200,7 +200,7 @@ def check_choice(points: Sequence[Point], sweeper: str) -> None:
     """Raises UserError if a sweeper that chooses settings would choose them on the test set."""
     from reproduction.data.sources import opened  # imports torch
 
-    if sweeper.startswith(GRIDS):
+    if issubclass(get_class(sweeper), BasicSweeper):  # tries every value and chooses none
         return
     for point in points:
         if opened(point.config.dataset).validation is None:

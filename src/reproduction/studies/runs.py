@@ -10,7 +10,7 @@ from typing import Any, Literal
 from reproduction.config import Config
 from reproduction.errors import OneLineError, in_one_line, told
 from reproduction.folder import RunFolder, summary_of_today
-from reproduction.identity import digest, flat, nested, row_hash, saved, settings, shared_settings
+from reproduction.identity import digest, flat, nested, row_hash, saved, settings
 
 STACK_KEY = "augmentation.mixing"  # the names of the stack, as if they were a setting
 FEW_CLASSES = 5  # of which all are among the best five
@@ -110,9 +110,11 @@ def row_settings(config: Config) -> dict[str, Any]:
 
     An input mixing of one's own is called as it is typed: augmentation.NAME.
     """
-    shared = shared_settings(config)
-    typed = {key.replace("augmentation.own.", "augmentation."): x for key, x in shared.items()}
-    return {STACK_KEY: "+".join(config.augmentation.stack) or "none", **typed}
+    typed = {STACK_KEY: "+".join(config.augmentation.stack) or "none"}
+    for key, value in settings(config).items():
+        typed[key.replace("augmentation.own.", "augmentation.")] = value
+    del typed["seed"]
+    return typed
 
 
 def read_runs(*places: Path) -> list[Run]:

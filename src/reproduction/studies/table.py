@@ -165,14 +165,9 @@ COLUMNS = [
 TITLES = {column.title for column in COLUMNS}
 
 
-def heads_of(line: Line) -> dict[str, str]:
-    """Returns what names a row, by the titles of its columns."""
-    return {title: value_text(value) for title, value in line.row.heads.items()}
-
-
 def texts_of(line: Line) -> dict[str, str]:
-    """Returns the text of each column by its title."""
-    found = heads_of(line)
+    """Returns the text of each column by its title; those that name a row come first."""
+    found = {title: value_text(value) for title, value in line.row.heads.items()}
     for column in COLUMNS:
         if column.is_shown(line):
             found[column.title.format(**vars(line.outcome))] = column.text(line)
