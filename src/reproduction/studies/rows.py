@@ -26,7 +26,7 @@ from reproduction.studies.runs import (
     row_settings,
 )
 from reproduction.studies.statistics import Line, Row, lines_of
-from reproduction.studies.study import Part, Study
+from reproduction.studies.study import REFERENCE, Part, Study
 from reproduction.studies.table import (
     REPORT,
     TITLES,
@@ -39,7 +39,6 @@ from reproduction.studies.table import (
 )
 
 LATENCY = "latency.json"  # of scripts/latency.py, beside the tables
-REFERENCE = "attention"  # of the ratios of latencies
 
 # --- a study ------------------------------------------------------------------------------------
 
@@ -140,8 +139,10 @@ def latencies(study: Study, outputs: Path) -> dict[str, pd.DataFrame]:
         return {}
     measured = json.loads(path.read_text())
     rows = []
-    for name, printed in study.latencies.items():
-        low, median, high = measured["ms"][name]
+    for name, (low, median, high) in measured["ms"].items():
+        if name not in study.latencies:
+            continue
+        printed = study.latencies[name]
         rows.append(
             {
                 "detector": name,

@@ -75,6 +75,7 @@ SHORT = [
 ]
 # An untrained model finds every sample difficult and attends evenly, so HTM would mix nothing.
 MIXING = ["augmentation.htm.tau=inf", "augmentation.htm.rho=0"]
+REFERENCE = "attention"  # of the ratios of latencies
 Printed = dict[Literal["top1", "top5"], float]  # percent, on the test set
 
 # --- the file -----------------------------------------------------------------------------------
@@ -141,6 +142,12 @@ class Study:
             if row.against is not None and row.against not in others:
                 allowed = ", ".join(others) or "left out, as there is no other row"
                 raise ValueError(f"rows.{name}.against={row.against}: must be one of {allowed}")
+        for title, place in self.figures.items():
+            if place.partition("/")[0] not in self.rows:
+                rule = f"must be ROW/PICTURE of one of {', '.join(self.rows)}"
+                raise ValueError(f"figures.{title}={place}: {rule}")
+        if self.latencies and REFERENCE not in self.latencies:
+            raise ValueError(f"latencies: must have {REFERENCE}, which ratios are to")
 
 
 def studies(name: str) -> dict[str, Study]:
@@ -155,8 +162,10 @@ def studies(name: str) -> dict[str, Study]:
     study = read(PAPER_FOLDER / f"{table}.yaml")
     if row and row not in study.rows:
         raise UserError(f"study={name}: must be one of {', '.join(study.rows)}")
-    if row:  # alone: `against` would name a row that is not there, which Study refuses
-        study = replace(study, rows={row: replace(study.rows[row], against=None)})
+    if row:  # alone: `against` and `figures` would name rows that are not there
+        alone = {row: replace(study.rows[row], against=None)}
+        figures = {x: y for x, y in study.figures.items() if y.startswith(f"{row}/")}
+        study = replace(study, rows=alone, figures=figures)
     return {table: study}
 
 
