@@ -53,7 +53,7 @@ def study_table(part: Part, runs: Sequence[Run], outputs: Path) -> Table:
     chosen = counted([run for run in runs if run.row_hash in row_hashes and run.seed in part.seeds])
     shown = chosen.runs
     notes = [*study.notes]
-    if study.looks and not part.about:  # which other runs have
+    if study.looks and not part.changes:  # which other runs have
         seeds, note = look(study, len(row_hashes), chosen.runs)
         shown = [run for run in chosen.runs if run.seed in seeds]
         notes.insert(0, note)

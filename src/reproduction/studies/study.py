@@ -7,6 +7,7 @@ A row is a cell, or a sweep if it lists values: then each combination of them is
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -185,18 +186,24 @@ def read(path: Path) -> Study:
 class Cell:
     """What is trained of a study: a row, or one combination of the values of a sweep."""
 
+    study: str
     row: str  # its name in the study
+    name: str  # its own, which tells the values of a sweep
     told: StudyRow
     words: list[str]
     values: Mapping[str, Any]  # by key, of a row that is a sweep
-    label: str  # names it in lists and folders: STUDY/ROW
+
+    @property
+    def label(self) -> str:
+        """Names it in lists and folders."""
+        return f"{self.study}/{self.name}"
 
     @property
     def text(self) -> str:
         """What a table shows of it."""
         if self.told.row and not self.values:  # a sweep is shown by its values
             return self.told.row
-        return self.label.partition("/")[2]
+        return self.name
 
 
 def cells(name: str, study: Study) -> list[Cell]:
@@ -212,11 +219,12 @@ def cells(name: str, study: Study) -> list[Cell]:
             if not swept or num_sweeps > 1:
                 parts.insert(0, row)
             cell = Cell(
+                study=Path(name).stem,
                 row=row,
+                name=",".join(parts),
                 told=study.rows[row],
                 words=words,
                 values={word.key: word.value for word in map(word_of, swept)},
-                label=f"{Path(name).stem}/{','.join(parts)}",
             )
             found.append(cell)
     return found
@@ -263,15 +271,15 @@ class Part:
 
     name: str  # of the study: table1, or the path of a file
     study: Study
-    has_all_rows: bool
+    is_whole_of_the_paper: bool  # all of one of its studies, as it has it
     scale: str
     cells: list[Cell]
     pairs: Mapping[str, str]  # label of a cell -> of the one that it is compared with
     configs: Mapping[str, Config]  # of each cell, by its label
     seeds: list[int]
-    more: list[str]  # overrides of all rows that change results
+    changes: list[str]  # overrides of all rows, which make other runs of those that it names
 
-    @property
+    @cached_property
     def row_hashes(self) -> dict[str, str]:
         """What the runs of the seeds of each cell share, by its label."""
         return {label: row_hash(config) for label, config in self.configs.items()}
@@ -292,20 +300,13 @@ class Part:
             run = self.row_hashes[cell.label]
             if run in firsts:
                 text = f"{text} (the run of {firsts[run]})"
-            firsts.setdefault(run, cell.label.partition("/")[2])
+            firsts.setdefault(run, cell.name)
             found[cell.label] = text
         return found
 
     @property
     def num_runs(self) -> int:
         return len({*self.row_hashes.values()}) * len(self.seeds)
-
-    @property
-    def is_whole_of_the_paper(self) -> bool:
-        """Whether this is all of a study of the paper, as the paper has it."""
-        if self.name not in PAPERS or not self.has_all_rows:
-            return False
-        return self.seeds == seeds_of(self.study, None, FULL) and not self.about
 
     @property
     def file(self) -> str:
@@ -323,12 +324,9 @@ class Part:
     @property
     def about(self) -> list[str]:
         """Says what distinguishes the runs from those that the study names, with a warning."""
-        words = [*self.more]
-        if self.scale == SMOKE:
-            words = [*SHORT, *self.study.smoke, *words]
-        if not words:
+        if not self.changes:
             return []
-        texts = ", ".join(f"`{word}`" for word in words)
+        texts = ", ".join(f"`{word}`" for word in self.changes)
         return [WARNING, f"With {texts}; seeds {', '.join(map(str, self.seeds))}."]
 
 
@@ -343,23 +341,28 @@ def planned(
     points: dict[str, Point] = {}
     parts = []
     for study_name, study in studies(name).items():
-        part, runs = part_of(study_name, study, seeds, scale, readable(more))
         has_all_rows = name in ("all", study_name)
-        parts.append(replace(part, has_all_rows=has_all_rows))
+        part, runs = part_of(study_name, study, seeds, scale, readable(more), has_all_rows)
+        parts.append(part)
         for point in runs:
             points.setdefault(run_hash(point.config), point)
     return sorted(points.values(), key=lambda point: point.config.seed), parts
 
 
 def part_of(
-    name: str, study: Study, seeds: int | None, scale: str, more: Sequence[str]
+    name: str,
+    study: Study,
+    seeds: int | None = None,
+    scale: str = FULL,
+    more: Sequence[str] = (),
+    has_all_rows: bool = True,
 ) -> tuple[Part, list[Point]]:
     """Returns a study with all its runs."""
     check_overrides(study, more)
     trained = cells(name, study)
-    label, number = Counter(cell.label for cell in trained).most_common(1)[0]
+    called, number = Counter(cell.name for cell in trained).most_common(1)[0]
     if number > 1:
-        raise UserError(f"{name}: rows: {number} of them are called {label.partition('/')[2]}")
+        raise UserError(f"{name}: rows: {number} of them are called {called}")
     try:
         pairs = comparisons(trained)
     except ValueError as error:
@@ -382,21 +385,23 @@ def part_of(
     if changes:
         check_rows(trained, study, scale, configs, changes)
     shown = study
-    if changes or scale == SMOKE:
-        shown = unprinted(study)
     if scale == SMOKE:
         data = ", ".join(sorted({config.dataset.name for config in configs.values()}))
-        shown = on_other_data(shown, data)
+        shown = on_other_data(study, data)
+        changes = [*SHORT, *study.smoke, *changes]
+    if changes:
+        shown = unprinted(shown)
+    is_paper = name in PAPERS and has_all_rows
     part = Part(
         name=name,
         study=shown,
-        has_all_rows=True,
+        is_whole_of_the_paper=is_paper and not changes and chosen == seeds_of(study, None, FULL),
         scale=scale,
         cells=[replace(cell, told=shown.rows[cell.row]) for cell in trained],
         pairs=pairs,
         configs=configs,
         seeds=chosen,
-        more=changes,
+        changes=changes,
     )
     return part, points
 
