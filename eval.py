@@ -44,10 +44,14 @@ def main(words: list[str]) -> None:
         say((__doc__ or "").strip())
         return
     options, words = taken(words)
-    if "run" in options:
-        evaluate_run(options, words)
+    asked = of_run if "run" in options else of_file
+    config, files, result = asked(options, words)
+    if "export" in options:
+        export(config, files, options)
+    elif "images" in options:
+        predict(config, files, options)
     else:
-        evaluate_file(options, words)
+        evaluate(config, files, options, result)
 
 
 def taken(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -68,8 +72,10 @@ def taken(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     empty = [key for key, value in options.items() if not value]
     if empty:
         raise UserError(f"{empty[0]}=: no value is set")
-    is_run = "run" in options
-    if is_run == ("checkpoint" in options) or ("weights" in options and not is_run):
+    names_run = "run" in options
+    names_file = "checkpoint" in options
+    names_weights_of_a_file = "weights" in options and not names_run
+    if names_run == names_file or names_weights_of_a_file:
         raise UserError("run=FOLDER [weights=...] or checkpoint=FILE: one of them must be given")
     for key in ("predictions", "images"):
         if "export" in options and key in options:
@@ -79,45 +85,32 @@ def taken(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return options, others
 
 
-def evaluate_run(options: dict[str, str], words: Sequence[str]) -> None:
-    """Evaluates or exports weights of a run."""
+def of_run(options: dict[str, str], words: Sequence[str]) -> tuple[Config, list[Path], Path]:
+    """Returns the configuration of a run, its files of weights, and where a result is written."""
     folder = RunFolder(options["run"])
     if not folder.is_run():
         raise UserError(f"run={folder.path}: must be the folder of a run, with its config.yaml")
     which = options.get("weights", "last")
     saved = folder.read_config()
     files = folder.weights(which)
-    config = of_run(saved, words)
+    config = changed(saved, words)
     code = ["model.source"]
     if options.keys().isdisjoint(("images", "export")):
         code.append("dataset.source")
     check_asked(config, words, *code)
-    if "export" in options:
-        export(config, files, options)
-        return
-    if "images" in options:
-        predict(config, files, options)
-        return
     settings = settings_of_evaluation(config)
     of_others = [] if settings == settings_of_evaluation(saved) else [settings]
-    evaluate(
-        config, files, options, result_of(folder.path / f"evaluation-{which}", config, of_others)
-    )
+    place = folder.path / f"evaluation-{which}"
+    return config, files, result_of(place, config, of_others)
 
 
-def evaluate_file(options: dict[str, str], words: Sequence[str]) -> None:
-    """Evaluates or exports a file of weights."""
+def of_file(options: dict[str, str], words: Sequence[str]) -> tuple[Config, list[Path], Path]:
+    """Returns the same of a file of weights."""
     file = Path(options["checkpoint"])
-    config = of_file(words)
-    if "export" in options:
-        export(config, [file], options)
-        return
-    if "images" in options:
-        predict(config, [file], options)
-        return
+    config = given(words)
     place = Path(config.output_root, "evaluations", file.stem)
     hashed = [str(file.resolve()), settings_of_evaluation(config)]
-    evaluate(config, [file], options, result_of(place, config, hashed))
+    return config, [file], result_of(place, config, hashed)
 
 
 def result_of(place: Path, config: Config, hashed: list[Any]) -> Path:
@@ -129,7 +122,7 @@ def result_of(place: Path, config: Config, hashed: list[Any]) -> Path:
     return place.with_name(cut(place.name, longest, tail))
 
 
-def of_run(saved: Config, words: Sequence[str]) -> Config:
+def changed(saved: Config, words: Sequence[str]) -> Config:
     """Returns the configuration of a run with the words merged into it, on one device by default.
 
     Another data set keeps the mean and std of the run.
@@ -145,13 +138,13 @@ def of_run(saved: Config, words: Sequence[str]) -> Config:
     changes = [word.text for word in read if word.key != "dataset"]
     if len(changes) < len(words):
         of_dataset = [word.text for word in read if word.group == "dataset"]
-        raw["dataset"] = asdict(of_file(of_dataset).dataset)
+        raw["dataset"] = asdict(given(of_dataset).dataset)
         raw["dataset"] |= {"mean": saved.dataset.mean, "std": saved.dataset.std}
     with hydra_errors(*words):
         return validated(Config, with_words(raw, changes))
 
 
-def of_file(words: Sequence[str]) -> Config:
+def given(words: Sequence[str]) -> Config:
     """Returns the configuration of these words, for weights without a run."""
     expand(words)  # refuses keys of Hydra, which `compose` would read
     return compose((*words, "augmentation=[]"))  # refuses a list of values

@@ -19,10 +19,10 @@ def main() -> None:
     folder = RunFolder(args.run.removeprefix("run="))
     config = folder.read_config()
     code = own_code(config)
-    for word in args.words:
-        if (word_of(word).key, word_of(word).value_text) not in code.items():
-            allowed = ", ".join(f"{key}={path}" for key, path in code.items()) or "it has none"
-            parser.error(f"{word}: must be code of the run: {allowed}")
+    allowed = ", ".join(f"{key}={path}" for key, path in code.items()) or "it has none"
+    for word in map(word_of, args.words):
+        if code.get(word.key) != word.value_text:
+            parser.error(f"{word.text}: must be code of the run: {allowed}")
     check_asked(config, args.words, "dataset.source", "model.source")
     from reproduction.reporting.suggestions import suggestions
     from reproduction.training.stop import ending

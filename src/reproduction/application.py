@@ -19,11 +19,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from reproduction.compose import Point, command_of, point_of, readable, typed_words, word_of
 from reproduction.config import validated
 from reproduction.errors import (
-    NotedError,
     OneLineError,
     PlainError,
     Stopped,
     UserError,
+    noted_error,
     one_line_errors,
     say,
 )
@@ -165,7 +165,7 @@ class Notes:
         for path in sorted(self.path.glob("point-*.json")):
             points.append(validated(Point, json.loads(path.read_text())))
             path.unlink()
-        errors = map(NotedError.take, sorted(self.path.glob("error-*.json")))
+        errors = map(noted_error, sorted(self.path.glob("error-*.json")))
         return points, [*errors]
 
 

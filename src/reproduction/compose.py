@@ -151,6 +151,11 @@ def with_words(tree: Any, words: Sequence[str]) -> Any:
     return OmegaConf.to_container(result, resolve=True, throw_on_missing=True)
 
 
+def shared_words(points: Sequence["Point"]) -> list[str]:
+    """Returns the words that all points have."""
+    return [word for word in points[0].words if all(word in point.words for point in points)]
+
+
 def last_part(key: str) -> str:
     """Returns what names a setting where its group is known: of recipe.lr it is lr."""
     return key.rpartition(".")[2]
@@ -298,11 +303,9 @@ class Point:
     def job(self, master: DictConfig, number: int) -> DictConfig:
         """Returns its tree as a job of a sweep, whose tree is `master`, for Hydra's `run_job`."""
         tree = tree_of(self.words)
-        _, node = composed(self.words)
-        with open_dict(tree):
-            tree.hydra = node
         OmegaConf.copy_cache(from_config=master, to_config=tree)
         with open_dict(tree):
+            _, tree.hydra = composed(self.words)
             tree.hydra.mode = RunMode.MULTIRUN
             tree.hydra.job.num = number
             tree.hydra.job.id = str(number)
@@ -390,8 +393,8 @@ def check_asked(config: Config, words: Sequence[str], *keys: str) -> None:
 
     The configuration of a run from elsewhere must run no code unasked.
     """
-    named = [(word.key, word.value_text) for word in map(word_of, words)]
+    named = {word.key: word.value_text for word in map(word_of, words)}
     for key, path in own_code(config).items():
-        if key in keys and (key, path) not in named:
+        if key in keys and named.get(key) != path:
             word = f"{key}={path}"
             raise UserError(f"{word}: the run needs this code; to run it, add {word}")

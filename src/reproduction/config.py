@@ -263,18 +263,15 @@ class OwnMix:
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-def _is_own(settings: Any) -> bool:
-    """Whether these are of a mixing of one's own; `own` may hold one that is called source."""
-    if not isinstance(settings, Mapping) or "source" not in settings:
-        return False
-    return not isinstance(settings["source"], Mapping)
-
-
 def with_own(raw: Any) -> Any:
     """Returns an augmentation stack with what has a `source` in `own`, by its name."""
     if not isinstance(raw, Mapping):
         return raw
-    own = {name: x for name, x in raw.items() if _is_own(x)}
+    own = {}
+    for name, settings in raw.items():
+        source = settings.get("source") if isinstance(settings, Mapping) else None
+        if not isinstance(source, Mapping | None):  # of `own`, it may be what is called source
+            own[name] = settings
     others = {name: x for name, x in raw.items() if name not in own}
     return {**others, "own": {**others.get("own", {}), **own}}
 

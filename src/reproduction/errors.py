@@ -104,6 +104,15 @@ class PlainError(OneLineError):
     """A failure. The line is sufficient, or a traceback was printed before."""
 
 
+def noted_error(path: Path) -> OneLineError:
+    """Returns the error that a job has noted in a file, and removes it."""
+    line, status = json.loads(path.read_text())
+    path.unlink()
+    error = OneLineError(line)
+    error.status = status
+    return error
+
+
 def of_system(error: OSError, key: str = "") -> OneLineError:
     """An error of the system in one line: a failure if the machine is to blame, else a mistake."""
     line = reason_of(error)
@@ -129,21 +138,6 @@ def told(error: Exception) -> str:
     if isinstance(error, OneLineError):
         return str(error)
     return first_line(error)
-
-
-class NotedError(OneLineError):
-    """The error of a job, as it was noted in a file."""
-
-    def __init__(self, line: str, status: int):
-        super().__init__(line)
-        self.status = status
-
-    @classmethod
-    def take(cls, path: Path) -> "NotedError":
-        """Reads and removes the file."""
-        line, status = json.loads(path.read_text())
-        path.unlink()
-        return cls(line, status)
 
 
 class Interrupted(OneLineError):

@@ -13,7 +13,7 @@ from types import FrameType
 
 from reproduction.compose import Point, hydra_arguments
 from reproduction.config import TRAIN
-from reproduction.errors import NOTE, NotedError, OneLineError, PlainError, say
+from reproduction.errors import NOTE, OneLineError, PlainError, noted_error, say
 from reproduction.machine import CORES, usable_cores
 
 Environment = dict[str, str]
@@ -120,7 +120,7 @@ def in_processes(points: Sequence[Point], jobs: int) -> Iterator[OneLineError | 
         if status < 0:
             return PlainError(f"{path}: ended by {signal.Signals(-status).name}")
         if note.exists():
-            return NotedError.take(note)
+            return noted_error(note)
         return PlainError(f"{path}: ended with status {status}; its output is in {log_path}")
 
     logs.mkdir(parents=True, exist_ok=True)

@@ -24,12 +24,12 @@ from reproduction.compose import Point
 from reproduction.config import TRAIN
 from reproduction.errors import (
     NOTE,
-    NotedError,
     OneLineError,
     PlainError,
     Stopped,
     UserError,
     counts_text,
+    noted_error,
     one_line_errors,
     say,
 )
@@ -46,6 +46,7 @@ class Jobs:
     cluster = "local"
 
     def __init__(self, settings: Mapping[str, Any]):
+        self.word = f"hydra/launcher=submitit_{self.cluster}"
         self.settings = settings
         self.submitted: dict[str, Any] = {}  # submitit's, by their ids; of the latest points
         for name in ("nodes", "tasks_per_node"):
@@ -79,7 +80,7 @@ class Jobs:
         if states is None:
             if shutil.which("squeue") is None:
                 reason = "squeue is not installed: there is no SLURM on this machine"
-                raise UserError(f"hydra/launcher=submitit_{self.cluster}: {reason}")
+                raise UserError(f"{self.word}: {reason}")
             raise PlainError("squeue does not answer, and only it knows what is queued")
         jobs = {}
         for index, point in enumerate(points):
@@ -97,9 +98,9 @@ class Jobs:
                 jobs = self.executor().map_array(task, points, numbers, states)
         except ModuleNotFoundError as error:
             reason = "needs a package: pip install submitit==1.5.4"
-            raise UserError(f"hydra/launcher=submitit_{self.cluster}: {reason}") from error
+            raise UserError(f"{self.word}: {reason}") from error
         except (RuntimeError, ValueError) as error:
-            raise UserError(f"hydra/launcher=submitit_{self.cluster}: {error}") from error
+            raise UserError(f"{self.word}: {error}") from error
         self.submitted = {job.job_id: job for job in jobs}
         for point, job in zip(points, self.submitted, strict=True):
             point.folder.give_to(job)
@@ -156,7 +157,7 @@ class Jobs:
         if job in self.submitted:
             paths = self.submitted[job].paths
             if noted(paths).exists():
-                return NotedError.take(noted(paths))
+                return noted_error(noted(paths))
             job += f" ({paths.stderr})"
         text = f"{folder.path}: {run_of(point).status_text}, and job {job} has ended"
         return PlainError(f"{text}; {point.config.how_to_continue}")

@@ -16,7 +16,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.utils import env_override
 from hydra.utils import get_class
 
-from reproduction.compose import Point, expand, planned_point, word_of
+from reproduction.compose import Point, expand, planned_point, shared_words, word_of
 from reproduction.config import Config, Dataset, StudyWords, ViT, check_new
 from reproduction.errors import (
     Interrupted,
@@ -116,7 +116,13 @@ class Sweep:
         runs = [run_of(point) for point in self.points]
         if not self.is_whole:
             return runs
-        written = self._write([run for run in runs if run.status != NOT_STARTED])
+        from reproduction.studies.page import write_page  # imports matplotlib
+
+        outputs = Path(self.points[0].config.output_root)
+        written = []
+        for table in self._tables([x for x in runs if x.status != NOT_STARTED], outputs):
+            say(f"\n# {table.title}\n\n{table.markdown(is_short=True)}")
+            written.append(write_page(table, outputs))
         if written:
             say(f"\nwritten to {', '.join(map(str, written))}; .csv has the numbers")
         counts = Counter(run.status for run in runs)
@@ -125,29 +131,16 @@ class Sweep:
         say(", ".join(filter(None, parts)))
         return runs
 
-    def _write(self, begun: Sequence["Run"]) -> list[Path]:
-        """Prints and writes the tables of the runs that have begun, and returns their files."""
-        from reproduction.studies.page import write_page  # imports matplotlib
-
-        outputs = Path(self.points[0].config.output_root)
-        files = []
-        for table, part in self._tables(begun, outputs):
-            say(f"\n# {table.title}\n\n{table.markdown(is_short=True)}")
-            files.append(write_page(table, outputs, part))
-        return files
-
-    def _tables(
-        self, begun: Sequence["Run"], outputs: Path
-    ) -> Iterator[tuple["Table", Part | None]]:
+    def _tables(self, begun: Sequence["Run"], outputs: Path) -> Iterator["Table"]:
         """Yields the table of each study of which there is something, or that of swept keys."""
         from reproduction.studies.rows import study_table, sweep_table
 
         for part in self.parts:
             table = study_table(part, begun, outputs)
             if table.counted.runs or table.extras:
-                yield table, part
+                yield table
         if not self.parts and any(run.status != "unusable" for run in begun):
-            yield sweep_table(self.points, begun), None
+            yield sweep_table(self.points, begun)
 
     def listing(self) -> str:
         """Returns a line for each run, how many have which status, and their folders.
@@ -160,7 +153,7 @@ class Sweep:
         from reproduction.studies.runs import ON_TEST
         from reproduction.studies.table import as_markdown, formatted
 
-        shared = set.intersection(*({*point.words} for point in self.points))
+        shared = shared_words(self.points)
         rows, folders = [], []
         counts = Counter[str]()
         for task, point in enumerate(self.points):

@@ -85,16 +85,11 @@ def _section(path: Path, study: Study) -> Iterator[str]:
     yield f"\n{study.about.strip()} Fixed before the first run.\n"
     if study.source:
         yield f"Quoted, not trained here: {study.source.strip()}.\n"
-        yield f"{as_markdown(_quoted(study))}\n"
-
-
-def _quoted(study: Study) -> pd.DataFrame:
-    rows = []
-    for name, columns in study.quoted.items():
-        for column, printed in columns.items():
-            text = formatted(printed.get("top1"), ".2f")
-            rows.append({"row": name, "column": column, "top-1 [%]": text})
-    return pd.DataFrame(rows)
+        texts = [
+            {"row": row, "column": column, "top-1 [%]": formatted(printed.get("top1"), ".2f")}
+            for row, column, printed in study.quotes
+        ]
+        yield f"{as_markdown(pd.DataFrame(texts))}\n"
 
 
 def publish(run: Path, file: Path) -> Path:

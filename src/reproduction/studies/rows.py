@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from reproduction.compose import Point, last_part, word_of
+from reproduction.compose import Point, last_part, shared_words, word_of
 from reproduction.config import LONGEST_NAME
 from reproduction.errors import UserError
 from reproduction.files import cut
@@ -75,6 +75,7 @@ def study_table(part: Part, runs: Sequence[Run], outputs: Path) -> Table:
         counted=chosen,
         notes=notes,
         extras=latencies(study, outputs),
+        study=study,
     )
 
 
@@ -99,17 +100,16 @@ def rows_of(part: Part) -> list[Row]:
         if base is not None and hashes[base] != row.row_hash:  # two rows may be one run
             row = replace(row, against=base, against_text=texts[base])
         rows.append(row)
-    for name, columns in part.study.quoted.items():
-        for column, printed in columns.items():
-            quoted = Row(
-                key=f"quoted: {name}: {column}",
-                heads={"row": name},
-                study=part.name,
-                name=name,
-                column=column,
-                printed=printed,
-            )
-            rows.append(quoted)
+    for name, column, printed in part.study.quotes:
+        quoted = Row(
+            key=f"quoted: {name}: {column}",
+            heads={"row": name},
+            study=part.name,
+            name=name,
+            column=column,
+            printed=printed,
+        )
+        rows.append(quoted)
     return rows
 
 
@@ -320,8 +320,7 @@ def sweep_table(points: Sequence[Point], runs: Sequence[Run]) -> Table:
     settings = Settings({row_hash(x.config): row_settings(x.config) for x in points})
     table = table_of(settings, runs)
     heads, _ = settings.heads
-    shared = [word for word in points[0].words if all(word in point.words for point in points)]
-    words = ", ".join(f"`{word}`" for word in shared) or "the defaults"
+    words = ", ".join(f"`{word}`" for word in shared_words(points)) or "the defaults"
     keys = ", ".join(f"`{name}`" for name in heads) or "seeds"
     seeds = ", ".join(map(str, sorted({point.config.seed for point in points})))
     stem = "-".join(map(last_part, heads)) or "seeds"

@@ -134,6 +134,11 @@ class Study:
     latencies: dict[str, float] = Field(default_factory=dict)  # printed ms of HTM's detectors
     notes: list[str] = Field(default_factory=list)
 
+    @property
+    def quotes(self) -> list[tuple[str, str, Printed]]:
+        """What is quoted: row, column and values."""
+        return [(row, *each) for row, columns in self.quoted.items() for each in columns.items()]
+
     def __post_init__(self) -> None:
         for name, row in self.rows.items():
             for word in map(word_of, self.overrides + row.overrides):

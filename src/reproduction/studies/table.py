@@ -15,6 +15,7 @@ import pandas as pd
 from reproduction.errors import as_typed
 from reproduction.studies.runs import MEASURES, ON_TEST, ON_VALIDATION, Counted, Outcome
 from reproduction.studies.statistics import Line
+from reproduction.studies.study import Study
 
 REPORT = "report"  # the folder of tables beside the runs
 MOST_NAMED = 5  # runs that are not counted
@@ -221,6 +222,7 @@ class Table:
     counted: Counted
     notes: list[str]
     extras: dict[str, pd.DataFrame]  # more tables, by their titles
+    study: Study | None = None  # of the runs, if one names them
 
     @property
     def main_sections(self) -> list[Section]:
