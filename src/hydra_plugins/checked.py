@@ -62,15 +62,12 @@ class CheckedLauncher(Launcher):
         for number, point in zip(numbers, sweep.points, strict=True):
             notes.add(number, point)
         ends = list[JobReturn]()
-        errors = [*self.train(sweep.points, initial_job_idx)]
+        errors = self.train(sweep.points, initial_job_idx)
         for number, point, error in zip(numbers, sweep.points, errors, strict=True):
-            end = JobReturn(point.words)
-            if error is None:
-                end.status = JobStatus.COMPLETED
-                end.return_value = objective(point, command.objective)
-            else:
+            end = JobReturn(point.words, status=JobStatus.COMPLETED)
+            end.return_value = error or objective(point, command.objective)
+            if error is not None:
                 end.status = JobStatus.FAILED
-                end.return_value = error
                 notes.add_error(number, error)
             ends.append(end)
         return ends

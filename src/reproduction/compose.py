@@ -125,9 +125,8 @@ def word_of(typed: str) -> Word:
 
 def means_a_text(key: str, value: str) -> bool:
     """Whether what looks like a number is none: by the schema, else by its underscore."""
-    known = allowed()
-    if key in known:
-        return known[key].is_text
+    if key in allowed():
+        return "string" in allowed()[key]
     return FREE.match(key) is not None and "_" in value
 
 
@@ -167,24 +166,23 @@ def expand(words: Sequence[str]) -> list[list[str]]:
     All words are kept, as in a run; a list of values is dropped where a later value replaces it.
     """
     words = readable(words)
-    choices: list[list[str]] = []
+    choices: dict[int, list[str]] = {}  # by the place of a word
     sweeps: dict[str, int] = {}  # key -> place of its list of values
     with config_loader() as loader, hydra_errors(*words):
-        for override in OverridesParser.create(loader).parse_overrides(words):
+        for place, override in enumerate(OverridesParser.create(loader).parse_overrides(words)):
             word = str(override.input_line)
             key = override.get_key_element()
             if override.is_hydra_override():
                 raise UserError(f"{word}: must be a key of train.py --help")
             if key in sweeps and not isinstance(override.value(), dict):  # which would be merged
-                choices[sweeps.pop(key)] = [""]
-            values = [word]
+                del choices[sweeps.pop(key)]
+            choices[place] = [word]
             if override.is_sweep_override():
-                values = [f"{key}={value}" for value in override.sweep_string_iterator()]
-                sweeps[key] = len(choices)
-            if not values:
+                choices[place] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+                sweeps[key] = place
+            if not choices[place]:
                 raise UserError(f"{word}: names no value, so there is no run")
-            choices.append(values)
-    return [[word for word in point if word] for point in product(*choices)]
+    return [[*point] for point in product(*choices.values())]
 
 
 # --- composition --------------------------------------------------------------------------------

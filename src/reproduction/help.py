@@ -4,7 +4,6 @@ import re
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -36,14 +35,6 @@ BOUNDS = {
 }
 
 
-@dataclass(frozen=True)
-class Allowed:
-    """What the schema allows for a key."""
-
-    text: str
-    is_text: bool = False  # any text, be it one that looks like a number
-
-
 def options_of(group: str, places: Sequence[str]) -> list[str]:
     """Returns the names of the files of a group, in conf/ and in other places of the search."""
     names = set()
@@ -64,8 +55,8 @@ def help_text(tree: DictConfig) -> str:
     texts = allowed(tree.model.family)
     width = max(map(len, texts))
     lines = []
-    for name, value in texts.items():
-        line = f"{name:{width}}  {value.text}"
+    for name, types in texts.items():
+        line = f"{name:{width}}  {' or '.join(types)}"
         if name in values:
             line += f" [{values[name]}]"
         lines.append(line)
@@ -73,21 +64,20 @@ def help_text(tree: DictConfig) -> str:
 
 
 @lru_cache
-def allowed(family: str = "") -> dict[str, Allowed]:
-    """Returns what the schema allows for each key; of the models' keys, those of a family."""
-    found: dict[str, Allowed] = {}
+def allowed(family: str = "") -> dict[str, list[str]]:
+    """Returns the types that the schema allows for each key; of the models' keys, of a family."""
+    found: dict[str, list[str]] = {}
     for kind in (Command, Config):
         schema = TypeAdapter(kind).json_schema()
         found |= _allowed(schema, schema.get("$defs"), family, "")
     return found
 
 
-def _allowed(group: Any, groups: Any, family: str, prefix: str) -> Iterator[tuple[str, Allowed]]:
-    """Yields the dotted keys of a group of a JSON schema, and what is allowed."""
+def _allowed(group: Any, groups: Any, family: str, prefix: str) -> Iterator[tuple[str, list[str]]]:
+    """Yields the dotted keys of a group of a JSON schema, and the types that it allows."""
     for kind in (HTMByName, VTM, ManifoldMixup):
         if group["title"] == kind.__name__:
-            for name, option in allowed_of(kind).items():
-                yield prefix + name, Allowed(option.allowed)
+            yield from ((prefix + x, [option.allowed]) for x, option in allowed_of(kind).items())
             return
     for name, value in group["properties"].items():
         parts = value.get("anyOf") or value.get("oneOf") or [value]
@@ -97,8 +87,7 @@ def _allowed(group: Any, groups: Any, family: str, prefix: str) -> Iterator[tupl
             if family in ("", of):
                 yield from _allowed(each, groups, family, f"{prefix}{name}.")
         if not inner:
-            types = [*map(_type, parts)]
-            yield prefix + name, Allowed(" or ".join(types), is_text="string" in types)
+            yield prefix + name, [*map(_type, parts)]
 
 
 def _type(value: dict[str, Any]) -> str:

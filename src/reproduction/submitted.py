@@ -200,7 +200,7 @@ def noted(paths: Any) -> Path:
 
 
 def in_job(point: Point, cores: int | None, train: Callable[[], OneLineError | None]) -> None:
-    """Trains a point, and ends with a line and a status, or lets its job be queued again.
+    """Checks and trains a point here, and ends with a line and a status, or is queued again.
 
     `train` returns an error or None, and raises KeyboardInterrupt after a signal.
     """
@@ -214,19 +214,14 @@ def in_job(point: Point, cores: int | None, train: Callable[[], OneLineError | N
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // point.config.devices)))
     os.environ[NOTE] = str(noted(submitit.JobEnvironment().paths))
     with one_line_errors():
-        attempt(point, train)
-
-
-def attempt(point: Point, train: Callable[[], OneLineError | None]) -> None:
-    """Checks a point on this machine and trains it. Raises the error of its run."""
-    Sweep([point]).check()
-    try:
-        error = train()
-    except KeyboardInterrupt as interrupt:
-        queue_again(interrupt)
-        raise
-    if error is not None:
-        raise error
+        Sweep([point]).check()
+        try:
+            error = train()
+        except KeyboardInterrupt as interrupt:
+            queue_again(interrupt)
+            raise
+        if error is not None:
+            raise error
 
 
 def queue_again(interrupt: KeyboardInterrupt) -> None:

@@ -254,7 +254,7 @@ def comparisons(trained: Sequence[Cell]) -> dict[str, str]:
     """Returns the label of the cell that each one is compared with, by its own label.
 
     A row is compared with one that is no sweep, or with the point of the same values of a sweep.
-    ValueError for a comparison that cannot be made.
+    UserError for a comparison that cannot be made.
     """
     pairs = {}
     for cell in trained:
@@ -265,7 +265,7 @@ def comparisons(trained: Sequence[Cell]) -> dict[str, str]:
         fitting = [base for base in bases if base.values in ({}, cell.values)]
         if not fitting:
             rule = "is a sweep, and a sweep is compared with one over the same values"
-            raise ValueError(f"rows.{cell.row}.against={against}: {rule}")
+            raise UserError(f"{cell.study}: rows.{cell.row}.against={against}: {rule}")
         pairs[cell.label] = fitting[0].label
     return pairs
 
@@ -368,10 +368,7 @@ def part_of(
     called, number = Counter(cell.name for cell in trained).most_common(1)[0]
     if number > 1:
         raise UserError(f"{name}: rows: {number} of them are called {called}")
-    try:
-        pairs = comparisons(trained)
-    except ValueError as error:
-        raise UserError(f"{name}: {error}") from error
+    pairs = comparisons(trained)
     chosen = seeds_of(study, seeds, scale)
     points = []
     configs = {}
