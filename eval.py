@@ -65,13 +65,12 @@ def taken(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     for word in map(word_of, words):
         if word.key in OPTIONS:
             options[word.key] = os.path.expanduser(word.value_text)
+            if not options[word.key]:
+                raise UserError(f"{word.key}=: no value is set")
         elif word.key in FOR_TRAINING:
             raise UserError(f"{word.text}: not allowed here, it chooses the training images")
         else:
             others.append(word.text)
-    empty = [key for key, value in options.items() if not value]
-    if empty:
-        raise UserError(f"{empty[0]}=: no value is set")
     names_run = "run" in options
     names_file = "checkpoint" in options
     names_weights_of_a_file = "weights" in options and not names_run
@@ -99,9 +98,11 @@ def of_run(options: dict[str, str], words: Sequence[str]) -> tuple[Config, list[
         code.append("dataset.source")
     check_asked(config, words, *code)
     settings = settings_of_evaluation(config)
-    of_others = [] if settings == settings_of_evaluation(saved) else [settings]
+    hashed = []
+    if settings != settings_of_evaluation(saved):
+        hashed.append(settings)
     place = folder.path / f"evaluation-{which}"
-    return config, files, result_of(place, config, of_others)
+    return config, files, result_of(place, config, hashed)
 
 
 def of_file(options: dict[str, str], words: Sequence[str]) -> tuple[Config, list[Path], Path]:
