@@ -84,13 +84,6 @@ class Word:
             return self.value
         return self.typed
 
-    def reads_a_number(self) -> bool:
-        """Whether its value, or one of those of a sweep, is a number."""
-        values = [self.value]
-        if isinstance(self.value, ChoiceSweep):
-            values = self.value.list
-        return any(isinstance(x, int | float) for x in values)
-
 
 @lru_cache(maxsize=4096)
 def word_of(typed: str) -> Word:
@@ -115,7 +108,9 @@ def word_of(typed: str) -> Word:
         except HydraException as error:
             mistakes.append(error)
             continue
-        if word.key and not (word.reads_a_number() and means_a_text(key.lstrip("+"), value)):
+        values = word.value.list if isinstance(word.value, ChoiceSweep) else [word.value]
+        has_number = any(isinstance(x, int | float) for x in values)
+        if word.key and not (has_number and means_a_text(word.key, value)):
             return word
     reason: object = "must be key=value, with a key of train.py --help, texts in quotes"
     if mistakes:

@@ -244,9 +244,10 @@ class Checks:
             for other in find(config):
                 if other.path != folder.path:
                     warn(f"{folder.path}: {other.path} holds the same run, and is left as it is")
-        if folder.read_summary().get("data") and self.has_images(config.dataset):
+        summary = folder.read_summary()
+        if summary.get("data") and self.has_images(config.dataset):
             folder.check_same("data", record(opened(config.dataset), config.model.weights))
-        if folder.read_summary().get("code"):
+        if summary.get("code"):
             with self.noting_modules():
                 folder.check_same("code", files_of_code(config))
 

@@ -148,12 +148,7 @@ def _began(folder: RunFolder, summary: Mapping[str, Any]) -> float:
 
 
 def _run(path: Path, config: Config, summary: Mapping[str, Any], began: float) -> Run:
-    outcomes = {}
-    measures = {}
-    if summary["status"] == "finished":
-        outcomes = _outcomes(summary, config)
-        measures = _measures(summary)
-    return Run(
+    run = Run(
         path=path,
         status=summary["status"],
         status_text=_status_text(config, summary),
@@ -164,9 +159,10 @@ def _run(path: Path, config: Config, summary: Mapping[str, Any], began: float) -
         record=summary.get("data") or {},
         code=", ".join(f"{key} {file}" for key, file in (summary.get("code") or {}).items()),
         revisions=tuple(_revisions(summary)),
-        outcomes=outcomes,
-        measures=measures,
     )
+    if run.status != "finished":
+        return run
+    return replace(run, outcomes=_outcomes(summary, config), measures=_measures(summary))
 
 
 def _status_text(config: Config, summary: Mapping[str, Any]) -> str:
