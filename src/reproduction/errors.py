@@ -180,8 +180,9 @@ def one_line_errors() -> Iterator[None]:
         status, line = 130, str(interrupt) or "interrupted"
     if is_first_rank():
         warn(f"{program()}: {line}")
-        if NOTE in os.environ:
-            write_json(Path(os.environ[NOTE]), (line, status))
+        if NOTE in os.environ and status != Interrupted.status:  # which the folder tells
+            with suppress(OSError):  # on a full disk the line is in the log alone
+                write_json(Path(os.environ[NOTE]), (line, status))
     sys.exit(status)
 
 
