@@ -269,8 +269,8 @@ def with_own(raw: Any) -> Any:
         return raw
     own = {}
     for name, settings in raw.items():
-        source = settings.get("source") if isinstance(settings, Mapping) else None
-        if not isinstance(source, Mapping | None):  # of `own`, it may be what is called source
+        has_source = isinstance(settings, Mapping) and "source" in settings
+        if has_source and not isinstance(settings["source"], Mapping):  # `own` may hold one
             own[name] = settings
     others = {name: x for name, x in raw.items() if name not in own}
     return {**others, "own": {**others.get("own", {}), **own}}

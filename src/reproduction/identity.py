@@ -186,15 +186,18 @@ def name_hash(config: Config) -> str:
 
 
 def chosen_code(config: Config) -> Iterator[tuple[Door, str]]:
-    """Yields each key that chooses a function, as its door, and what it chooses."""
-    yield DATA, config.dataset.source
+    """Yields each key that chooses a function, as its door, and what it chooses.
+
+    In the order of the schema, in which runs record their code.
+    """
     if isinstance(config.model, Own):
         yield MODEL, config.model.source
+    yield DATA, config.dataset.source
+    for name, mix in config.augmentation.own.items():
+        yield replace(MIXING, key=f"augmentation.own.{name}.source"), mix.source
     for name, rule in HTM_RULES.items():
         if config.augmentation.htm is not None:
             yield rule, getattr(config.augmentation.htm, name)
-    for name, mix in config.augmentation.own.items():
-        yield replace(MIXING, key=f"augmentation.own.{name}.source"), mix.source
     yield OPTIMIZER, config.recipe.optimizer
     yield LOSS, config.recipe.loss
     for name, metric in config.recipe.metrics.items():
