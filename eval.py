@@ -25,13 +25,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from reproduction.compose import check_asked, compose, expand, readable, text_of, with_words
+from reproduction.compose import check_asked, compose, expand, with_words, word_of
 from reproduction.config import Config, validated
-from reproduction.door import Part
+from reproduction.door import Role
 from reproduction.errors import UserError, one_line_errors, say
 from reproduction.files import LONGEST, cut, write_json
 from reproduction.folder import RunFolder
-from reproduction.help import hydra_errors, key_of
+from reproduction.help import hydra_errors
 from reproduction.identity import digest, settings_of_evaluation
 from reproduction.machine import is_first_rank
 
@@ -45,34 +45,37 @@ def main(words: list[str]) -> None:
         say((__doc__ or "").strip())
         return
     options, words = taken(words)
-    if "run" in options:
-        evaluate_run(options, words)
+    asked = of_run if "run" in options else of_file
+    config, files, result = asked(options, words)
+    if "export" in options:
+        export(config, files, options)
+    elif "images" in options:
+        predict(config, files, options)
     else:
-        evaluate_file(options, words)
+        evaluate(config, files, options, result)
 
 
 def taken(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Returns the words of OPTIONS by their keys, and the others; UserError if they do not fit."""
-    for word in words:
-        if "=" not in word and Path(word).exists():
-            key = "run" if Path(word).is_dir() else "checkpoint"
-            raise UserError(f"{word}: must be {key}={word}")
+    for typed in words:
+        if "=" not in typed and Path(typed).exists():
+            key = "run" if Path(typed).is_dir() else "checkpoint"
+            raise UserError(f"{typed}: must be {key}={typed}")
     options = {}
     others = []
-    for word in map(readable, words):
-        key = word.partition("=")[0]
-        if key in OPTIONS:
-            options[key] = os.path.expanduser(text_of(word))
+    for word in map(word_of, words):
+        if word.key in OPTIONS:
+            options[word.key] = os.path.expanduser(word.value_text)
+            if not options[word.key]:
+                raise UserError(f"{word.key}=: no value is set")
+        elif word.key in FOR_TRAINING:
+            raise UserError(f"{word.text}: not allowed here, it chooses the training images")
         else:
-            others.append(word)
-    for word in others:
-        if key_of(word) in FOR_TRAINING:
-            raise UserError(f"{word}: not allowed here, it chooses the training images")
-    empty = [key for key, value in options.items() if not value]
-    if empty:
-        raise UserError(f"{empty[0]}=: no value is set")
-    is_run = "run" in options
-    if is_run == ("checkpoint" in options) or ("weights" in options and not is_run):
+            others.append(word.text)
+    names_run = "run" in options
+    names_file = "checkpoint" in options
+    names_weights_of_a_file = "weights" in options and not names_run
+    if names_run == names_file or names_weights_of_a_file:
         raise UserError("run=FOLDER [weights=...] or checkpoint=FILE: one of them must be given")
     for key in ("predictions", "images"):
         if "export" in options and key in options:
@@ -82,43 +85,34 @@ def taken(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return options, others
 
 
-def evaluate_run(options: dict[str, str], words: Sequence[str]) -> None:
-    """Evaluates or exports weights of a run."""
-    folder = run_folder(options["run"])
+def of_run(options: dict[str, str], words: Sequence[str]) -> tuple[Config, list[Path], Path]:
+    """Returns the configuration of a run, its files of weights, and where a result is written."""
+    folder = RunFolder(options["run"])
+    if not folder.is_run():
+        raise UserError(f"run={folder.path}: must be the folder of a run, with its config.yaml")
     which = options.get("weights", "last")
     saved = folder.read_config()
     files = folder.weights(which)
-    config = of_run(saved, words)
-    code: list[Part] = ["model"]
+    config = changed(saved, words)
+    code: list[Role] = ["model"]
     if options.keys().isdisjoint(("images", "export")):
         code.append("images")
     check_asked(config, words, *code)
-    if "export" in options:
-        export(config, files, options, is_run=True)
-        return
-    if "images" in options:
-        predict(config, files, options)
-        return
     settings = settings_of_evaluation(config)
-    of_others = [] if settings == settings_of_evaluation(saved) else [settings]
-    evaluate(
-        config, files, options, result_of(folder.path / f"evaluation-{which}", config, of_others)
-    )
+    hashed = []
+    if settings != settings_of_evaluation(saved):
+        hashed.append(settings)
+    place = folder.path / f"evaluation-{which}"
+    return config, files, result_of(place, config, hashed)
 
 
-def evaluate_file(options: dict[str, str], words: Sequence[str]) -> None:
-    """Evaluates or exports a file of weights."""
+def of_file(options: dict[str, str], words: Sequence[str]) -> tuple[Config, list[Path], Path]:
+    """Returns the same of a file of weights."""
     file = Path(options["checkpoint"])
-    config = of_file(words)
-    if "export" in options:
-        export(config, [file], options, is_run=False)
-        return
-    if "images" in options:
-        predict(config, [file], options)
-        return
+    config = given(words)
     place = Path(config.output_root, "evaluations", file.stem)
     hashed = [str(file.resolve()), settings_of_evaluation(config)]
-    evaluate(config, [file], options, result_of(place, config, hashed))
+    return config, [file], result_of(place, config, hashed)
 
 
 def result_of(place: Path, config: Config, hashed: list[Any]) -> Path:
@@ -130,39 +124,29 @@ def result_of(place: Path, config: Config, hashed: list[Any]) -> Path:
     return place.with_name(cut(place.name, longest, tail))
 
 
-def run_folder(path: str) -> RunFolder:
-    """Returns the run of a folder. UserError if it holds none."""
-    folder = RunFolder(path)
-    if not (folder.config_path.exists() or folder.checkpoints()):
-        raise UserError(f"run={path}: must be the folder of a run, with its config.yaml")
-    return folder
-
-
-def of_run(saved: Config, words: Sequence[str]) -> Config:
+def changed(saved: Config, words: Sequence[str]) -> Config:
     """Returns the configuration of a run with the words merged into it, on one device by default.
 
     Another data set keeps the mean and std of the run.
     """
-    for word in words:
-        key = key_of(word)
-        is_metric = key.startswith(("recipe.metrics.", "recipe.metrics_options."))
-        is_changeable = is_metric or key in OF_A_RUN or key.partition(".")[0] in OF_A_RUN
-        if not is_changeable:
-            raise UserError(
-                f"{word}: not allowed here, allowed are {', '.join((*OPTIONS, *OF_A_RUN))}"
-            )
+    read = [*map(word_of, words)]
+    for word in read:
+        is_metric = word.key.startswith(("recipe.metrics.", "recipe.metrics_options."))
+        if not (is_metric or word.key in OF_A_RUN or word.group in OF_A_RUN):
+            allowed = ", ".join((*OPTIONS, *OF_A_RUN))
+            raise UserError(f"{word.text}: not allowed here, allowed are {allowed}")
     raw = {**asdict(saved), "devices": 1, "compile": False}
     raw["recipe"]["metrics"] = {}  # only those that the words name run
-    changes = [word for word in words if not word.startswith("dataset=")]
+    changes = [word.text for word in read if word.key != "dataset"]
     if len(changes) < len(words):
-        of_dataset = [word for word in words if key_of(word).partition(".")[0] == "dataset"]
-        raw["dataset"] = asdict(of_file(of_dataset).dataset)
+        of_dataset = [word.text for word in read if word.group == "dataset"]
+        raw["dataset"] = asdict(given(of_dataset).dataset)
         raw["dataset"] |= {"mean": saved.dataset.mean, "std": saved.dataset.std}
     with hydra_errors(*words):
         return validated(Config, with_words(raw, changes))
 
 
-def of_file(words: Sequence[str]) -> Config:
+def given(words: Sequence[str]) -> Config:
     """Returns the configuration of these words, for weights without a run."""
     expand(words)  # refuses keys of Hydra, which `compose` would read
     return compose((*words, "augmentation=[]"))  # refuses a list of values
@@ -176,13 +160,13 @@ def new_file(options: dict[str, str], key: str, ending: str) -> Path:
     return path
 
 
-def export(config: Config, files: list[Path], options: dict[str, str], is_run: bool) -> None:
+def export(config: Config, files: list[Path], options: dict[str, str]) -> None:
     from reproduction.data.loaders import preprocessing
     from reproduction.training.checkpoint import export as write
 
     path = new_file(options, "export", ".safetensors")
     if is_first_rank():
-        write(config.model, files, path, preprocessing(config) if is_run else None)
+        write(config.model, files, path, preprocessing(config) if "run" in options else None)
         say(f"written to {path}")
 
 

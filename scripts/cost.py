@@ -11,13 +11,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 import torch
 
 from reproduction.compose import Point
-from reproduction.config import Config, Dataset
+from reproduction.config import Config, Dataset, Fixed
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import opened
 from reproduction.errors import Parser, PlainError, one_line_errors, say
@@ -29,32 +29,17 @@ from scripts.bench import in_turns, machine, training_step
 ON_CPU = 16  # images
 
 
-class Images(NamedTuple):
-    """How many images and classes a data set has."""
-
-    train: int
-    held_out: int
-    classes: int
-
-
-KNOWN = {
-    "cifar10": Images(50_000, 10_000, 10),
-    "cifar100": Images(50_000, 10_000, 100),
-    "imagenet1k": Images(1_281_167, 50_000, 1000),
-}
-
-
-def images_of(dataset: Dataset) -> Images:
+def images_of(dataset: Dataset) -> Fixed:
     """Returns what is known of a data set, and looks into any other."""
-    if dataset.name in KNOWN:
-        known = KNOWN[dataset.name]
-        train = dataset.limit or known.train
-        return known._replace(train=train, held_out=dataset.eval_limit or known.held_out)
+    if dataset.fixed is not None:
+        train = dataset.limit or dataset.fixed.train
+        held_out = dataset.eval_limit or dataset.fixed.held_out
+        return dataset.fixed._replace(train=train, held_out=held_out)
     data = opened(replace(dataset, validation=0.0))
-    return Images(len(data.train), len(data.held_out), len(data.classes))
+    return Fixed(len(data.train), len(data.held_out), len(data.classes))
 
 
-def work_of(config: Config, images: Images) -> float:
+def work_of(config: Config, images: Fixed) -> float:
     """Returns what a run does, in training images: three that are evaluated count as one."""
     evaluations = math.ceil(config.recipe.epochs / config.recipe.evaluate_every)
     for_validation = round(images.train * config.dataset.validation)

@@ -1,6 +1,6 @@
 """Looks into a trained run with HTM: what each tau and rho would mix, on batches of its images."""
 
-from reproduction.compose import check_asked
+from reproduction.compose import check_asked, word_of
 from reproduction.errors import Parser, one_line_errors, say
 from reproduction.folder import RunFolder
 from reproduction.identity import own_code
@@ -18,10 +18,11 @@ def main() -> None:
     args = parser.parse_args()
     folder = RunFolder(args.run.removeprefix("run="))
     config = folder.read_config()
-    named = [door.word(path) for door, path in own_code(config)]
-    for word in args.words:
-        if word not in named:
-            parser.error(f"{word}: must be code of the run: {', '.join(named) or 'it has none'}")
+    code = {door.typed_key: path for door, path in own_code(config)}
+    allowed = ", ".join(f"{key}={path}" for key, path in code.items()) or "it has none"
+    for word in map(word_of, args.words):
+        if code.get(word.key) != word.value_text:
+            parser.error(f"{word.text}: must be code of the run: {allowed}")
     check_asked(config, args.words, "images", "model")
     from reproduction.reporting.suggestions import suggestions
     from reproduction.training.stop import ending

@@ -24,10 +24,10 @@ def main(words: list[str]) -> None:
         say(__doc__.strip())
         return
     name, *more = words or [""]  # the error for an empty name lists what is allowed
-    of_sweeper = [f"hydra.sweeper.{word}" for word in more if word.startswith(OF_SWEEPER)]
-    others = [word for word in more if not word.startswith(OF_SWEEPER)]
-    sweeper = ["hydra/sweeper=study", f"hydra.sweeper.study={in_quotes(name)}", *of_sweeper]
-    sys.argv[1:] = ["-m", *sweeper, *others]
+    sys.argv[1:] = ["-m", "hydra/sweeper=study", f"hydra.sweeper.study={in_quotes(name)}"]
+    for word in more:
+        prefix = "hydra.sweeper." if word.startswith(OF_SWEEPER) else ""
+        sys.argv.append(prefix + word)
     with application():
         train()
 

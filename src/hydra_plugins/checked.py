@@ -22,6 +22,8 @@ from reproduction.jobs import in_processes, objective, train_here
 from reproduction.submitted import Jobs, SlurmJobs, in_job
 from reproduction.sweep import Sweep, check_choice
 
+RAY = "hydra_plugins.hydra_ray_launcher."  # launchers whose jobs run on other machines
+
 
 def error_of(end: JobReturn) -> OneLineError | None:
     """Returns the error of a job; None of one that has not failed."""
@@ -35,6 +37,8 @@ def error_of(end: JobReturn) -> OneLineError | None:
 
 class CheckedLauncher(Launcher):
     """Trains points on this machine, in turn or `jobs` at a time, that were all checked before."""
+
+    runs_here = True
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
         self.hydra_context = hydra_context
@@ -52,21 +56,18 @@ class CheckedLauncher(Launcher):
         )
         sweep = Sweep([planned_point(words) for words in job_overrides])
         check_choice(sweep.points, node.sweeper._target_)
-        sweep.check(node.launcher._target_)
+        sweep.check(self.runs_here)
         notes = Notes(self.folder)
         numbers = range(initial_job_idx, initial_job_idx + len(sweep.points))
         for number, point in zip(numbers, sweep.points, strict=True):
             notes.add(number, point)
         ends = list[JobReturn]()
-        errors = [*self.train(sweep.points, initial_job_idx)]
+        errors = self.train(sweep.points, initial_job_idx)
         for number, point, error in zip(numbers, sweep.points, errors, strict=True):
-            end = JobReturn(point.words)
-            if error is None:
-                end.status = JobStatus.COMPLETED
-                end.return_value = objective(point, command.objective)
-            else:
+            end = JobReturn(point.words, status=JobStatus.COMPLETED)
+            end.return_value = error or objective(point, command.objective)
+            if error is not None:
                 end.status = JobStatus.FAILED
-                end.return_value = error
                 notes.add_error(number, error)
             ends.append(end)
         return ends
@@ -106,8 +107,7 @@ class LocalLauncher(CheckedLauncher):
     def setup(self, **given: Any) -> None:
         super().setup(**given)
         settings: Any = OmegaConf.to_container(self.config.hydra.launcher, resolve=True)
-        reason = f"is for hydra/launcher=checked, not {settings['_target_']}"
-        command_of(self.config).refuse("jobs", "task", reason=reason)
+        command_of(self.config).refuse_beside(settings["_target_"], "jobs", "task")
         self.jobs = self.kind(settings)
 
     def train(self, points: Sequence[Point], first: int) -> Iterator[OneLineError | None]:
@@ -129,6 +129,7 @@ class LocalLauncher(CheckedLauncher):
 class SlurmLauncher(LocalLauncher):
     """Trains points in an array of SLURM."""
 
+    runs_here = False
     kind = SlurmJobs
 
 
@@ -144,15 +145,18 @@ class PointSweeper(BasicSweeper):
     def sweep(self, arguments: list[str]) -> Any:
         assert self.config is not None and self.launcher is not None
         command = command_of(self.config)
-        if not isinstance(self.launcher, CheckedLauncher):
+        if isinstance(self.launcher, CheckedLauncher):
+            runs_here = self.launcher.runs_here
+        else:
             target = self.config.hydra.launcher._target_
-            command.refuse("jobs", "task", reason=f"is for hydra/launcher=checked, not {target}")
+            command.refuse_beside(target, "jobs", "task")
+            runs_here = not target.startswith(RAY)
         sweep = self.sweep_of(arguments)
         if command.dry_run:
             say(sweep.listing())
             return []
         sweep = sweep.only(command.task)
-        sweep.check(self.config.hydra.launcher._target_)
+        sweep.check(runs_here)
         errors = sweep.wait(self.ends_of(sweep.points, command.task or 0))
         sweep.conclude(errors)
         return []

@@ -14,20 +14,21 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
-from reproduction.compose import Point, command_of, point_of, readable, typed_words
+from reproduction.compose import Point, command_of, point_of, readable, typed_words, word_of
 from reproduction.config import validated
 from reproduction.errors import (
     OneLineError,
     PlainError,
     Stopped,
     UserError,
+    noted_error,
     one_line_errors,
     say,
 )
 from reproduction.files import write_json
-from reproduction.help import help_text, hydra_errors, key_of
+from reproduction.help import help_text, hydra_errors
 from reproduction.identity import run_hash
 from reproduction.jobs import objective, train_here
 from reproduction.machine import launched_ranks
@@ -64,9 +65,9 @@ def arguments(typed: Sequence[str]) -> tuple[list[str], list[str]]:
     if options.multirun and launched_ranks() is not None:
         raise UserError("-m: start a sweep as train.py -m devices=N, without torchrun")
     flags = [x for x in typed if x not in options.overrides]  # with their values
-    words = [readable(word) for word in options.overrides]
+    words = readable(options.overrides)
     for word in words:
-        key = key_of(word)
+        key = word_of(word).key
         if key in REFUSED:
             raise UserError(f"{word}: {REFUSED[key]}")
     if options.hydra_help:  # which is composed without our keys
@@ -116,8 +117,7 @@ def check_planned(point: Point, planned: str | None) -> None:
 def train_job(tree: DictConfig, node: Any) -> float | None:
     """Trains a point for any launcher but ours; what no sweeper of ours planned is noted."""
     command = command_of(tree)
-    reason = f"is for hydra/launcher=checked, not {node.launcher._target_}"
-    command.refuse("jobs", "task", "dry_run", reason=reason)
+    command.refuse_beside(node.launcher._target_, "jobs", "task", "dry_run")
     point = point_of(tree, typed_words(node))
     notes = Notes(Path(node.sweep.dir))
     if command.planned is None:
@@ -142,14 +142,6 @@ def train_job(tree: DictConfig, node: Any) -> float | None:
 # --- the end of a sweep -------------------------------------------------------------------------
 
 
-class NotedError(OneLineError):
-    """The error of a job, as it was noted."""
-
-    def __init__(self, line: str, status: int):
-        super().__init__(line)
-        self.status = status
-
-
 @dataclass(frozen=True)
 class Notes:
     """What has become of the points of a sweep whose sweeper is not ours, in its folder.
@@ -169,28 +161,33 @@ class Notes:
 
     def take(self) -> tuple[list[Point], list[OneLineError]]:
         """Returns the points and the errors, and removes the notes."""
-        points = [validated(Point, content) for content in self._taken("point")]
-        errors = [NotedError(*content) for content in self._taken("error")]
-        return points, [*errors]
-
-    def _taken(self, kind: str) -> Iterator[Any]:
-        for path in sorted(self.path.glob(f"{kind}-*.json")):
-            yield json.loads(path.read_text())
+        points = []
+        for path in sorted(self.path.glob("point-*.json")):
+            points.append(validated(Point, json.loads(path.read_text())))
             path.unlink()
+        errors = map(noted_error, sorted(self.path.glob("error-*.json")))
+        return points, [*errors]
 
 
 class Begun(Callback):
-    """Makes Hydra's node known as soon as a sweep begins; conf/train.yaml names it to Hydra."""
+    """Makes known, as soon as a sweep begins, Hydra's node and the folders that it may make.
+
+    conf/train.yaml names it to Hydra.
+    """
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         HydraConfig.instance().set_config(config)
+        folder = Path(config.hydra.sweep.dir)
+        known: Any = HydraConfig.instance().cfg
+        with open_dict(known):
+            known.new_folders = [str(x) for x in (folder, *folder.parents) if not x.exists()]
 
 
 @contextmanager
 def concluding() -> Iterator[None]:
     """Ends a sweep whose sweeper is not ours in its table, also after a failed run and Ctrl-C.
 
-    Of any sweep it removes the folders in which nothing was written.
+    Of any sweep it removes the folders that it has made and in which nothing was written.
     """
     HydraConfig.instance().cfg = None  # of an earlier command of this process
     try:
@@ -200,7 +197,7 @@ def concluding() -> Iterator[None]:
         conclude_noted(failure)
         raise
     finally:
-        remove_empty(sweep_folder())
+        remove_new()
 
 
 def sweep_folder() -> Path | None:
@@ -227,12 +224,14 @@ def conclude_noted(failure: OneLineError | KeyboardInterrupt | None) -> None:
     sweep.conclude(errors)
 
 
-def remove_empty(folder: Path | None) -> None:
-    """Removes the folder of a sweep, and those around it, as far as they are empty."""
+def remove_new() -> None:
+    """Removes the folders that a sweep has made, its own and those around it, if they are empty."""
+    folder = sweep_folder()
     if folder is None:
         return
+    known: Any = HydraConfig.instance().cfg
     with suppress(OSError):  # a launcher's logs are kept, and folders that hold runs
-        for path in (folder, *folder.parents[:2]):  # a sweep, .sweeps, OUTPUTS
-            path.rmdir()
-    if folder.exists():
+        for path in known.new_folders:
+            os.rmdir(path)
+    if folder.exists() and any(folder.iterdir()):
         say(f"logs and results of Hydra's plugins: {folder}")

@@ -32,11 +32,11 @@ from reproduction.config import (
     Config,
     validated,
 )
-from reproduction.door import Part
+from reproduction.door import Role
 from reproduction.errors import UserError
 from reproduction.files import cut
 from reproduction.folder import RunFolder, find
-from reproduction.help import FREE, TEXT, allowed, hydra_errors, key_of
+from reproduction.help import FREE, allowed, hydra_errors
 from reproduction.identity import changes_result, name_hash, own_code, run_hash
 from reproduction.machine import launched_ranks
 from reproduction.reading import FileConfigSource
@@ -52,79 +52,103 @@ OF_SWEEPS = re.compile(r"hydra/launcher|hydra/sweeper|hydra\.(launcher|sweeper|s
 # --- words --------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=4096)
-def readable(word: str) -> str:
-    """Returns a word as Hydra reads it, with the same meaning; UserError if it cannot be read.
+@dataclass(frozen=True)
+class Word:
+    """A word in the form that Hydra can read, and what it reads there."""
 
-    Its grammar has no tilde, no apostrophe and no letter outside of ASCII: a value with one gets
-    quotes. So does a number if the key takes a text: name=2026_11 is not 202611. And so does one
-    with an underscore, for a key that the schema does not know.
+    text: str
+    override: Override
+
+    @property
+    def key(self) -> str:
+        """The key or group, without + or ~ before it."""
+        return self.override.key_or_group
+
+    @property
+    def group(self) -> str:
+        """The first part of its key."""
+        return self.key.partition(".")[0]
+
+    @property
+    def value(self) -> Any:
+        return self.override.value()
+
+    @property
+    def typed(self) -> str:
+        """Its value as it was typed."""
+        return self.text.partition("=")[2]
+
+    @property
+    def value_text(self) -> str:
+        """Its value as a text: without quotes, but a number as it was typed."""
+        if isinstance(self.value, str):
+            return self.value
+        return self.typed
+
+
+@lru_cache(maxsize=4096)
+def word_of(typed: str) -> Word:
+    """Reads a word by Hydra's grammar; UserError if it cannot be read.
+
+    This has no tilde, no apostrophe and no letter outside of ASCII: a value with one gets quotes.
+    So does a number if the key takes a text: name=2026_11 is not 202611. And so does one with an
+    underscore, for a key that the schema does not know.
     """
-    key, equals, value = word.partition("=")
+    key, equals, value = typed.partition("=")
     key, value = key.strip(), value.strip()
-    plain = f"{key}={value}" if equals else key
-    name = key.lstrip("+")
-    is_unknown = FREE.match(name) is not None and name not in allowed()
-    is_text = allowed().get(name, "").startswith(TEXT) or (is_unknown and "_" in value)
-    if _keeps_its_meaning(plain, is_text):
-        return plain
-    is_list = value.startswith(("[", "{")) or "," in value
-    quoted = f"{key}={in_quotes(value)}"
-    if equals and not is_list and _keeps_its_meaning(quoted, is_text):
-        return quoted
-    try:
-        OverridesParser.create().parse_override(plain)
-    except HydraException as error:
-        raise UserError(f"{word}: {error}") from error
-    raise UserError(f"{word}: must be key=value, with a key of train.py --help, texts in quotes")
+    forms = [key]
+    if equals:
+        forms = [f"{key}={value}"]
+        is_list = value.startswith(("[", "{")) or "," in value
+        if not is_list:
+            forms.append(f"{key}={in_quotes(value)}")
+    mistakes = []
+    for form in forms:
+        try:
+            word = Word(form, OverridesParser.create().parse_override(form))
+        except HydraException as error:
+            mistakes.append(error)
+            continue
+        values = word.value.list if isinstance(word.value, ChoiceSweep) else [word.value]
+        has_number = any(isinstance(x, int | float) for x in values)
+        if word.key and not (has_number and means_a_text(word.key, value)):
+            return word
+    reason: object = "must be key=value, with a key of train.py --help, texts in quotes"
+    if mistakes:
+        reason = mistakes[0]
+    raise UserError(f"{typed}: {reason}")
 
 
-def _keeps_its_meaning(word: str, is_text: bool) -> bool:
-    """Whether Hydra can read a word, and reads no number where a text is meant."""
-    override = parsed(word)
-    if override is None:
-        return False
-    value = override.value()
-    values = value.list if isinstance(value, ChoiceSweep) else [value]
-    return not (is_text and any(isinstance(x, int | float) for x in values))
+def means_a_text(key: str, value: str) -> bool:
+    """Whether what looks like a number is none: by the schema, else by its underscore."""
+    if key in allowed():
+        return "string" in allowed()[key]
+    return FREE.match(key) is not None and "_" in value
 
 
-@lru_cache(maxsize=4096)
-def parsed(word: str) -> Override | None:
-    """Returns what Hydra reads in a word, None if it cannot read it."""
-    try:
-        override = OverridesParser.create().parse_override(word)
-    except HydraException:
-        return None
-    return override if override.key_or_group else None
-
-
-def override_of(word: str) -> Override:
-    """Returns what Hydra reads in a word; UserError if it cannot read it."""
-    override = parsed(readable(word))
-    assert override is not None, word
-    return override
+def readable(words: Sequence[str]) -> list[str]:
+    """Returns words in the form that Hydra can read."""
+    return [word_of(word).text for word in words]
 
 
 def in_quotes(text: str) -> str:
     return QuotedString(text, Quote.single).with_quotes()
 
 
-def text_of(word: str) -> str:
-    """Returns the value of a word as a text: without quotes, but a number as it was typed."""
-    value = override_of(word).value()
-    return value if isinstance(value, str) else word.partition("=")[2].strip()
-
-
 def with_words(tree: Any, words: Sequence[str]) -> Any:
     """Returns plain nested values with those of words in their place; UserError for a sweep."""
     result = OmegaConf.create(tree)
     for word in words:
-        override = override_of(word)
-        if override.is_sweep_override() or override.is_delete():
+        read = word_of(word)
+        if read.override.is_sweep_override() or read.override.is_delete():
             raise UserError(f"{word}: must be key=value, with a single value")
-        OmegaConf.update(result, override.key_or_group, override.value(), force_add=True)
+        OmegaConf.update(result, read.key, read.value, force_add=True)
     return OmegaConf.to_container(result, resolve=True, throw_on_missing=True)
+
+
+def shared_words(points: Sequence["Point"]) -> list[str]:
+    """Returns the words that all points have."""
+    return [word for word in points[0].words if all(word in point.words for point in points)]
 
 
 def last_part(key: str) -> str:
@@ -137,25 +161,24 @@ def expand(words: Sequence[str]) -> list[list[str]]:
 
     All words are kept, as in a run; a list of values is dropped where a later value replaces it.
     """
-    words = [readable(word) for word in words]
-    choices: list[list[str]] = []
+    words = readable(words)
+    choices: dict[int, list[str]] = {}  # by the place of a word
     sweeps: dict[str, int] = {}  # key -> place of its list of values
     with config_loader() as loader, hydra_errors(*words):
-        for override in OverridesParser.create(loader).parse_overrides(words):
+        for place, override in enumerate(OverridesParser.create(loader).parse_overrides(words)):
             word = str(override.input_line)
             key = override.get_key_element()
             if override.is_hydra_override():
                 raise UserError(f"{word}: must be a key of train.py --help")
             if key in sweeps and not isinstance(override.value(), dict):  # which would be merged
-                choices[sweeps.pop(key)] = [""]
-            values = [word]
+                del choices[sweeps.pop(key)]
+            choices[place] = [word]
             if override.is_sweep_override():
-                values = [f"{key}={value}" for value in override.sweep_string_iterator()]
-                sweeps[key] = len(choices)
-            if not values:
+                choices[place] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+                sweeps[key] = place
+            if not choices[place]:
                 raise UserError(f"{word}: names no value, so there is no run")
-            choices.append(values)
-    return [[word for word in point if word] for point in product(*choices)]
+    return [[*point] for point in product(*choices.values())]
 
 
 # --- composition --------------------------------------------------------------------------------
@@ -228,7 +251,7 @@ def tree_of(words: Sequence[str]) -> DictConfig:
 
 def compose(words: Sequence[str]) -> Config:
     """Returns the configuration of these words; UserError for anything wrong with one of them."""
-    words = [readable(word) for word in words]
+    words = readable(words)
     return config_of(tree_of(words), words)
 
 
@@ -274,11 +297,9 @@ class Point:
     def job(self, master: DictConfig, number: int) -> DictConfig:
         """Returns its tree as a job of a sweep, whose tree is `master`, for Hydra's `run_job`."""
         tree = tree_of(self.words)
-        _, node = composed(self.words)
-        with open_dict(tree):
-            tree.hydra = node
         OmegaConf.copy_cache(from_config=master, to_config=tree)
         with open_dict(tree):
+            _, tree.hydra = composed(self.words)
             tree.hydra.mode = RunMode.MULTIRUN
             tree.hydra.job.num = number
             tree.hydra.job.id = str(number)
@@ -305,7 +326,7 @@ def point_of(tree: DictConfig, words: Sequence[str]) -> Point:
 
     With resume=auto its name is that of the folder that holds it, if there is one.
     """
-    words = [word for word in words if key_of(word) not in OF_THE_COMMAND]
+    words = [word for word in words if word_of(word).key not in OF_THE_COMMAND]
     config = config_of(tree, words)
     label = str(tree.row or "")
     ranks = launched_ranks()
@@ -326,17 +347,18 @@ def default_name(config: Config, words: Sequence[str], label: str) -> str:
 
     Without a label, the last part of each key is named, in plain characters, up to LONGEST_NAME.
     """
-    texts = {}
-    for word in words:
-        _, _, text = word.partition("=")
-        texts[key_of(word)] = text
+    typed = {}
+    for word in map(word_of, words):
+        typed[word.key] = word
     stack = "+".join(config.augmentation.stack) or "plain"
-    head = label or texts.get("experiment", "")
-    name = head.replace("/", "-") or f"{config.model.name}-{config.dataset.name}-{stack}"
+    head = label or f"{config.model.name}-{config.dataset.name}-{stack}"
+    if not label and "experiment" in typed:
+        head = typed["experiment"].value_text.strip("[]")
+    name = head.replace("/", "-")
     if not label:
-        for key, text in texts.items():
+        for key, word in typed.items():
             if changes_result(key) and key not in IN_THE_NAME:
-                setting = f"{last_part(key)}={text.replace(',', '+')}"
+                setting = f"{last_part(key)}={word.value_text.replace(',', '+')}"
                 name += "-" + re.sub(r"(?a)[^\w.+=-]+", "", setting)
     tail = f"-s{config.seed}-{name_hash(config)}"
     return cut(name, LONGEST_NAME, tail)
@@ -357,15 +379,16 @@ def hydra_arguments() -> list[str]:
     if node.job.config_name != PRIMARY:
         line += ["--config-name", node.job.config_name]
     of_hydra = typed_words(node, "hydra")
-    return line + [word for word in of_hydra if not OF_SWEEPS.match(key_of(word))]
+    return line + [word for word in of_hydra if not OF_SWEEPS.match(word_of(word).key)]
 
 
-def check_asked(config: Config, words: Sequence[str], *parts: Part) -> None:
-    """Raises UserError for code from elsewhere in these parts that the words do not name.
+def check_asked(config: Config, words: Sequence[str], *roles: Role) -> None:
+    """Raises UserError for code from elsewhere in these roles that the words do not name.
 
     The configuration of a run from elsewhere must run no code unasked.
     """
+    named = {word.key: word.value_text for word in map(word_of, words)}
     for door, path in own_code(config):
-        word = door.word(path)
-        if door.part in parts and word not in words:
+        if door.role in roles and named.get(door.typed_key) != path:
+            word = door.word(path)
             raise UserError(f"{word}: the run needs this code; to run it, add {word}")

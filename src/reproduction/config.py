@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, dataclass_transform
 
 from pydantic import (
     AfterValidator,
@@ -88,8 +88,24 @@ Range = Annotated[list[Part], Field(min_length=2, max_length=2)]
 FolderName = Annotated[str, AfterValidator(folder_name)]
 PathName = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 
+
+class Fixed(NamedTuple):
+    """A data set of the same images everywhere: how many there are, and of how many classes."""
+
+    train: int
+    held_out: int
+    classes: int
+    place: str = ""  # in dataset.root, of what is downloaded
+
+
 # Keys that choose a function. What each one is called with, and returns: docs/extending.md.
-DATA_SETS = ("digits", "cifar10", "cifar100", "image_folder", "imagenet1k")
+DATA_SETS = {
+    "digits": Fixed(1_437, 360, 10),
+    "cifar10": Fixed(50_000, 10_000, 10, place="cifar-10-batches-py"),
+    "cifar100": Fixed(50_000, 10_000, 100, place="cifar-100-python"),
+    "image_folder": None,
+    "imagenet1k": Fixed(1_281_167, 50_000, 1000),
+}
 DATA = Door("dataset.source", "images", {name: f"{SOURCES}:{name}" for name in DATA_SETS})
 MODEL = Door("model.source", "model")
 HTM_RULES = {name: Door(f"augmentation.htm.{name}", "tokens", ours) for name, ours in RULES.items()}
@@ -191,7 +207,7 @@ class Own(Model):
     """
 
     family: Literal["custom"]
-    source: Annotated[str, AfterValidator(MODEL.checked), MODEL.schema]
+    source: Annotated[str, MODEL]
     options: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -214,8 +230,13 @@ class Dataset:
     workers: Workers = "auto"
     validation: Rate = 0.0
     validation_seed: Seed = 0
-    source: Annotated[str, AfterValidator(DATA.checked), AfterValidator(DATA.path), DATA.schema]
+    source: Annotated[str, DATA, AfterValidator(DATA.path)]
     options: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def fixed(self) -> Fixed | None:
+        """What is known of its images, if they are the same everywhere."""
+        return next((x for name, x in DATA_SETS.items() if DATA.path(name) == self.source), None)
 
 
 @schema
@@ -252,7 +273,7 @@ class HTMByName(HTM):
 class OwnMix:
     """An input mixing of one's own: the factory `source`, with its `options`."""
 
-    source: Annotated[str, AfterValidator(MIXING.checked), MIXING.schema]
+    source: Annotated[str, MIXING]
     options: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -260,7 +281,11 @@ def with_own(raw: Any) -> Any:
     """Returns an augmentation stack with what has a `source` in `own`, by its name."""
     if not isinstance(raw, Mapping):
         return raw
-    own = {name: x for name, x in raw.items() if isinstance(x, Mapping) and "source" in x}
+    own = {}
+    for name, settings in raw.items():
+        has_source = isinstance(settings, Mapping) and "source" in settings
+        if has_source and not isinstance(settings["source"], Mapping):  # `own` may hold one
+            own[name] = settings
     others = {name: x for name, x in raw.items() if name not in own}
     return {**others, "own": {**others.get("own", {}), **own}}
 
@@ -327,14 +352,14 @@ class Recipe:
     batch_size: Size
     drop_last: StrictBool
     grad_accum_steps: Count
-    optimizer: Annotated[str, AfterValidator(OPTIMIZER.checked), OPTIMIZER.schema]
+    optimizer: Annotated[str, OPTIMIZER]
     optimizer_options: dict[str, Any] = Field(default_factory=dict)
-    loss: Annotated[str, AfterValidator(LOSS.checked), LOSS.schema] = "cross_entropy"
+    loss: Annotated[str, LOSS] = "cross_entropy"
     loss_options: dict[str, Any] = Field(default_factory=dict)
     # of one's own, by the names that lines and tables give them; their options likewise
     metrics: dict[
         Annotated[str, AfterValidator(metric_name)],
-        Annotated[str, AfterValidator(METRIC.checked), METRIC.schema],
+        Annotated[str, METRIC],
     ] = Field(default_factory=dict)
     metrics_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     lr: Positive
@@ -433,6 +458,10 @@ class Command:
             value = getattr(self, name)
             if value is not None and value is not False:
                 raise UserError(f"{name}={value}: {reason}")
+
+    def refuse_beside(self, launcher: str, *names: str) -> None:
+        """Raises UserError for the first of these that is set, as it needs another launcher."""
+        self.refuse(*names, reason=f"is for hydra/launcher=checked, not {launcher}")
 
 
 def check_new(config: Config) -> None:

@@ -19,7 +19,8 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any, Literal
 
-from pydantic import WithJsonSchema
+from pydantic import GetCoreSchemaHandler
+from pydantic_core.core_schema import no_info_after_validator_function
 
 from reproduction.errors import OneLineError, UserError, first_line, nearest, of_library
 
@@ -54,7 +55,7 @@ def placed(error: Exception) -> str:
 
 # What a run does with the code: reads images, builds the model, mixes inputs, mixes tokens, takes
 # the rest of a step, evaluates.
-Part = Literal["images", "model", "inputs", "tokens", "step", "evaluation"]
+Role = Literal["images", "model", "inputs", "tokens", "step", "evaluation"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Door:
     """What may stand at a key of the configuration that chooses a function."""
 
     key: str
-    part: Part
+    role: Role
     # the paths of ours by name: to list them, nothing is imported
     ours: Mapping[str, str] = field(default_factory=dict)
     typed: str = ""  # the key as users type it, if it is another
@@ -72,9 +73,13 @@ class Door:
         key, typed = (text.replace("*", name) for text in (self.key, self.typed))
         return replace(self, key=key, typed=typed)
 
+    @property
+    def typed_key(self) -> str:
+        return self.typed or self.key
+
     def word(self, chosen: str) -> str:
         """Returns what is typed to choose this."""
-        return f"{self.typed or self.key}={chosen}"
+        return f"{self.typed_key}={chosen}"
 
     @property
     def allowed(self) -> str:
@@ -99,10 +104,13 @@ class Door:
             raise ValueError(f"must be {self.allowed}")
         return chosen
 
-    @property
-    def schema(self) -> WithJsonSchema:
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> Any:
+        """Has the schema check what stands at a key that is annotated with this door."""
+        return no_info_after_validator_function(self.checked, handler(kind))
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
         """What help says of it."""
-        return WithJsonSchema({"type": "string", "allowed": self.allowed})
+        return {"type": "string", "allowed": self.allowed}
 
     def factory(self, chosen: str) -> Callable[..., Any]:
         """Returns the factory of a name or a path; Refused if its module has none."""

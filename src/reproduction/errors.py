@@ -1,6 +1,7 @@
 """How programs end, and what they say: errors in one line, output, progress."""
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -14,12 +15,14 @@ from typing import Literal, NoReturn, TextIO, TypeVar
 
 from tqdm import tqdm
 
-from reproduction.files import LACKS, lack_behind
+from reproduction.files import LACKS, lack_behind, write_json
 from reproduction.machine import is_first_rank
 
 # Signals that end a run: from a terminal, on preemption, or from a launcher.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 LONGEST_LINE = 2000  # characters
+# Environment variable: the file in which a job notes its error, for the sweep that waits for it.
+NOTE = "TOKENMIXUP_NOTE"
 
 
 def in_one_line(text: str, longest: int = LONGEST_LINE) -> str:
@@ -101,6 +104,15 @@ class PlainError(OneLineError):
     """A failure. The line is sufficient, or a traceback was printed before."""
 
 
+def noted_error(path: Path) -> OneLineError:
+    """Returns the error that a job has noted in a file, and removes it."""
+    line, status = json.loads(path.read_text())
+    path.unlink()
+    error = OneLineError(line)
+    error.status = status
+    return error
+
+
 def of_system(error: OSError, key: str = "") -> OneLineError:
     """An error of the system in one line: a failure if the machine is to blame, else a mistake."""
     line = reason_of(error)
@@ -168,6 +180,9 @@ def one_line_errors() -> Iterator[None]:
         status, line = 130, str(interrupt) or "interrupted"
     if is_first_rank():
         warn(f"{program()}: {line}")
+        if NOTE in os.environ and status != Interrupted.status:  # which the folder tells
+            with suppress(OSError):  # on a full disk the line is in the log alone
+                write_json(Path(os.environ[NOTE]), (line, status))
     sys.exit(status)
 
 

@@ -59,13 +59,15 @@ class RunFolder:
 
     def is_run(self) -> bool:
         """Whether this is a run, or may be one: a folder that may not be read."""
-        try:
-            self.config_path.stat()
-        except PermissionError:
+        for path in (self.config_path, self.last_path, self.previous_path):
+            try:
+                path.stat()
+            except PermissionError:
+                return True
+            except OSError:
+                continue
             return True
-        except OSError:
-            return False
-        return True
+        return False
 
     def check(self, config: Config) -> None:
         """Raises UserError if this folder cannot be used for this run, or could not be read."""
@@ -95,7 +97,7 @@ class RunFolder:
         if not os.path.lexists(self.path):
             return False
         if self.lock_path.exists():
-            return self.config_path.exists() or bool(self.checkpoints())
+            return self.is_run()
         return not self.path.is_dir() or any(self.path.iterdir())
 
     def check_same(self, entry: Literal["data", "code"], now: Mapping[str, str]) -> None:
@@ -428,10 +430,10 @@ def _runs(root: Path, mtime: int) -> defaultdict[str, list[RunFolder]]:
     `mtime`, of the folder, is for the cache alone: with another folder in it, it is read anew.
     """
     runs = defaultdict[str, list[RunFolder]](list)
-    for path in sorted(root.glob("*/config.yaml")):
-        folder = RunFolder(path.parent)
+    for folder in map(RunFolder, sorted(root.glob("*"))):
         with suppress(UserError):
-            runs[run_hash(folder.read_config())].append(folder)
+            if folder.is_run():
+                runs[run_hash(folder.read_config())].append(folder)
     return runs
 
 

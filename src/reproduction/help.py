@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import (
     InterpolationToMissingValueError,
@@ -26,7 +26,6 @@ from tokenmixup.settings import allowed_of
 GROUPS = ("model", "dataset", "augmentation", "recipe", "logger", "experiment")
 FREE = re.compile(r"logger\.|.*(options|metrics)\.")  # begins a key of a group that may have any
 SEARCHED = re.compile(r"path=file://(.+)")  # in what Hydra says of its search
-TEXT = "string"  # with which `allowed` begins for a key that takes a text
 BOUNDS = {
     "minimum": ">=",
     "exclusiveMinimum": ">",
@@ -34,10 +33,6 @@ BOUNDS = {
     "exclusiveMaximum": "<",
     "minItems": "of",
 }
-
-
-def key_of(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0]
 
 
 def options_of(group: str, places: Sequence[str]) -> list[str]:
@@ -60,8 +55,8 @@ def help_text(tree: DictConfig) -> str:
     texts = allowed(tree.model.family)
     width = max(map(len, texts))
     lines = []
-    for name, text in texts.items():
-        line = f"{name:{width}}  {text}"
+    for name, types in texts.items():
+        line = f"{name:{width}}  {' or '.join(types)}"
         if name in values:
             line += f" [{values[name]}]"
         lines.append(line)
@@ -69,20 +64,20 @@ def help_text(tree: DictConfig) -> str:
 
 
 @lru_cache
-def allowed(family: str = "") -> dict[str, str]:
-    """Returns what the schema allows for each key; of the models' keys, those of a family."""
-    found: dict[str, str] = {}
+def allowed(family: str = "") -> dict[str, list[str]]:
+    """Returns the types that the schema allows for each key; of the models' keys, of a family."""
+    found: dict[str, list[str]] = {}
     for kind in (Command, Config):
         schema = TypeAdapter(kind).json_schema()
         found |= _allowed(schema, schema.get("$defs"), family, "")
     return found
 
 
-def _allowed(group: Any, groups: Any, family: str, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yields the dotted keys of a group of a JSON schema, and what is allowed."""
+def _allowed(group: Any, groups: Any, family: str, prefix: str) -> Iterator[tuple[str, list[str]]]:
+    """Yields the dotted keys of a group of a JSON schema, and the types that it allows."""
     for kind in (HTMByName, VTM, ManifoldMixup):
         if group["title"] == kind.__name__:
-            yield from ((prefix + x, option.allowed) for x, option in allowed_of(kind).items())
+            yield from ((prefix + x, [option.allowed]) for x, option in allowed_of(kind).items())
             return
     for name, value in group["properties"].items():
         parts = value.get("anyOf") or value.get("oneOf") or [value]
@@ -92,7 +87,7 @@ def _allowed(group: Any, groups: Any, family: str, prefix: str) -> Iterator[tupl
             if family in ("", of):
                 yield from _allowed(each, groups, family, f"{prefix}{name}.")
         if not inner:
-            yield prefix + name, " or ".join(map(_type, parts))
+            yield prefix + name, [*map(_type, parts)]
 
 
 def _type(value: dict[str, Any]) -> str:
@@ -135,15 +130,9 @@ def _told(error: Exception, words: Sequence[str]) -> str:
     """Says what was typed wrong, by Hydra's or OmegaConf's message and the key that it names."""
     cause = error.__cause__ or error
     message = re.split(r"\n(?=\s|See )", str(cause))[0]  # without advice that is not for us
-    plugin = re.search(r"'(hydra/(?:launcher|sweeper))/(\w+)'", message)
-    if plugin is not None:
-        return f"{plugin[1]}={plugin[2]}: is not installed; docs/studies.md names its package"
-    option = re.search(r"'(\w+)/([^']*)'", message)  # 'GROUP/OPTION'
-    if option is not None:
-        options = options_of(option[1], SEARCHED.findall(str(cause)))
-        near = nearest(option[2], options)
-        message = f"{message.rstrip('.')}{near}; allowed: {', '.join(options)}"
-    typed = {key_of(word): word for word in words}
+    if isinstance(cause, MissingConfigException):
+        return _no_such_file(cause, message)
+    typed = {word.lstrip("+~").partition("=")[0]: word for word in words}
     named = getattr(cause, "full_key", None)
     if isinstance(cause, MissingMandatoryValue | InterpolationToMissingValueError):
         missing = message.rpartition("Missing mandatory value: ")[2]
@@ -159,6 +148,19 @@ def _told(error: Exception, words: Sequence[str]) -> str:
     if words and not is_of_a_file and not any(key in message for key in typed):
         return f"{' '.join(words)}: {message}"
     return message
+
+
+def _no_such_file(error: MissingConfigException, message: str) -> str:
+    """Says of an option that a group does not have which ones there are."""
+    group, slash, option = str(error.missing_cfg_file).partition("/")
+    if not slash:  # the file of --config-name
+        return message
+    if group == "hydra":
+        group, _, option = option.partition("/")
+        return f"hydra/{group}={option}: is not installed; docs/studies.md names its package"
+    options = options_of(group, SEARCHED.findall(str(error)))
+    near = nearest(option, options)
+    return f"{message.rstrip('.')}{near}; allowed: {', '.join(options)}"
 
 
 def _no_such(key: str) -> str:

@@ -40,7 +40,6 @@ NOT_RESULT = (
     "recipe.metrics",
     "recipe.metrics_options",
 )
-FIXED = ("digits", "cifar10", "cifar100", "imagenet1k")  # data sets whose images are known
 PATHS = ("dataset.root", "model.weights")  # relative ones stay so: a project may be moved
 
 # --- saved configurations -----------------------------------------------------------------------
@@ -128,10 +127,12 @@ def changes_result(key: str) -> bool:
 def settings(config: Config) -> dict[str, Any]:
     """Returns the dotted keys and values that determine a result: the identity of a run.
 
-    The folder of a fixed data set is not among them, as its images may be moved.
+    The folder of a fixed data set is not among them, as its images may be moved. With another
+    label it is, as it always was.
     """
     counted = {key: value for key, value in flat(asdict(config)) if changes_result(key)}
-    if config.dataset.name in FIXED:
+    dataset = config.dataset
+    if dataset.fixed is not None and dataset.source == DATA.path(dataset.name):
         del counted["dataset.root"]
     for key in PATHS:
         if counted.get(key) is not None:
@@ -172,13 +173,6 @@ def row_hash(config: Config) -> str:
     return digest(counted)
 
 
-def shared_settings(config: Config) -> dict[str, Any]:
-    """Returns the settings but for the seed."""
-    shared = settings(config)
-    del shared["seed"]
-    return shared
-
-
 def name_hash(config: Config) -> str:
     """Returns the hash that ends the name of a folder.
 
@@ -192,11 +186,14 @@ def name_hash(config: Config) -> str:
 
 
 def chosen_code(config: Config) -> Iterator[tuple[Door, str]]:
-    """Yields each key that chooses a function, as its door, and what it chooses."""
+    """Yields each key that chooses a function, as its door, and what it chooses.
+
+    In the order of the schema, in which runs record their code.
+    """
     stack, recipe = config.augmentation, config.recipe
-    yield DATA, config.dataset.source
     if isinstance(config.model, Own):
         yield MODEL, config.model.source
+    yield DATA, config.dataset.source
     for name, mix in stack.own.items():
         yield MIXING.at(name), mix.source
     if stack.htm is not None:

@@ -13,7 +13,7 @@ from types import FrameType
 
 from reproduction.compose import Point, hydra_arguments
 from reproduction.config import TRAIN
-from reproduction.errors import OneLineError, PlainError, UserError, say
+from reproduction.errors import NOTE, OneLineError, PlainError, noted_error, say
 from reproduction.machine import CORES, usable_cores
 
 Environment = dict[str, str]
@@ -92,18 +92,20 @@ def in_processes(points: Sequence[Point], jobs: int) -> Iterator[OneLineError | 
     def train_apart(point: Point) -> OneLineError | None:
         path = point.folder.path
         log_path = logs / f"{path.name}.log"
+        note = logs / f"{path.name}.json"
         environment = free.get()
         try:
             if signals or point.folder.is_finished():
                 return None
             say(str(path))
+            note.unlink(missing_ok=True)
             with log_path.open("ab") as log:
                 process = subprocess.Popen(
                     [sys.executable, TRAIN, *arguments, *point.words_of_job],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=os.environ | environment,
+                    env=os.environ | environment | {NOTE: str(note.absolute())},
                     process_group=0,  # so that Ctrl-C reaches it only once, by `forward`
                 )
                 running.add(process)
@@ -117,10 +119,9 @@ def in_processes(points: Sequence[Point], jobs: int) -> Iterator[OneLineError | 
             return None
         if status < 0:
             return PlainError(f"{path}: ended by {signal.Signals(-status).name}")
-        # the last line that train.py prints is its error
-        lines = log_path.read_text(errors="replace").splitlines() or [f"{log_path} is empty"]
-        line = lines[-1].removeprefix(f"{TRAIN.name}: ")
-        return UserError(line) if status == UserError.status else PlainError(line)
+        if note.exists():
+            return noted_error(note)
+        return PlainError(f"{path}: ended with status {status}; its output is in {log_path}")
 
     logs.mkdir(parents=True, exist_ok=True)
     say(f"{jobs} runs at a time, logs in {logs}")

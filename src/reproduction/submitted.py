@@ -5,7 +5,6 @@ also after a job that could tell nothing; the lock in it names the job to which 
 """
 
 import io
-import json
 import os
 import shutil
 import signal
@@ -20,20 +19,20 @@ from typing import Any
 
 from hydra.core.singleton import Singleton
 
-from reproduction.application import NotedError
 from reproduction.cluster import goes_on, queued_jobs
 from reproduction.compose import Point
 from reproduction.config import TRAIN
 from reproduction.errors import (
+    NOTE,
     OneLineError,
     PlainError,
     Stopped,
     UserError,
     counts_text,
+    noted_error,
     one_line_errors,
     say,
 )
-from reproduction.files import write_json
 from reproduction.folder import hold
 from reproduction.machine import CORES
 from reproduction.sweep import Sweep, run_of
@@ -47,6 +46,7 @@ class Jobs:
     cluster = "local"
 
     def __init__(self, settings: Mapping[str, Any]):
+        self.word = f"hydra/launcher=submitit_{self.cluster}"
         self.settings = settings
         self.submitted: dict[str, Any] = {}  # submitit's, by their ids; of the latest points
         for name in ("nodes", "tasks_per_node"):
@@ -80,7 +80,7 @@ class Jobs:
         if states is None:
             if shutil.which("squeue") is None:
                 reason = "squeue is not installed: there is no SLURM on this machine"
-                raise UserError(f"hydra/launcher=submitit_{self.cluster}: {reason}")
+                raise UserError(f"{self.word}: {reason}")
             raise PlainError("squeue does not answer, and only it knows what is queued")
         jobs = {}
         for index, point in enumerate(points):
@@ -98,9 +98,9 @@ class Jobs:
                 jobs = self.executor().map_array(task, points, numbers, states)
         except ModuleNotFoundError as error:
             reason = "needs a package: pip install submitit==1.5.4"
-            raise UserError(f"hydra/launcher=submitit_{self.cluster}: {reason}") from error
+            raise UserError(f"{self.word}: {reason}") from error
         except (RuntimeError, ValueError) as error:
-            raise UserError(f"hydra/launcher=submitit_{self.cluster}: {error}") from error
+            raise UserError(f"{self.word}: {error}") from error
         self.submitted = {job.job_id: job for job in jobs}
         for point, job in zip(points, self.submitted, strict=True):
             point.folder.give_to(job)
@@ -157,7 +157,7 @@ class Jobs:
         if job in self.submitted:
             paths = self.submitted[job].paths
             if noted(paths).exists():
-                return NotedError(*json.loads(noted(paths).read_text()))
+                return noted_error(noted(paths))
             job += f" ({paths.stderr})"
         text = f"{folder.path}: {run_of(point).status_text}, and job {job} has ended"
         return PlainError(f"{text}; {point.config.how_to_continue}")
@@ -200,7 +200,7 @@ def noted(paths: Any) -> Path:
 
 
 def in_job(point: Point, cores: int | None, train: Callable[[], OneLineError | None]) -> None:
-    """Trains a point, and ends with a line and a status, or lets its job be queued again.
+    """Checks and trains a point here, and ends with a line and a status, or is queued again.
 
     `train` returns an error or None, and raises KeyboardInterrupt after a signal.
     """
@@ -212,25 +212,16 @@ def in_job(point: Point, cores: int | None, train: Callable[[], OneLineError | N
     if cores is not None:  # torch, which reads them, is not imported yet
         os.environ[CORES] = str(cores)
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // point.config.devices)))
+    os.environ[NOTE] = str(noted(submitit.JobEnvironment().paths))
     with one_line_errors():
+        Sweep([point]).check()
         try:
-            attempt(point, train)
-        except OneLineError as error:
-            paths = submitit.JobEnvironment().paths
-            write_json(noted(paths), (str(error), error.status))
+            error = train()
+        except KeyboardInterrupt as interrupt:
+            queue_again(interrupt)
             raise
-
-
-def attempt(point: Point, train: Callable[[], OneLineError | None]) -> None:
-    """Checks a point on this machine and trains it. Raises the error of its run."""
-    Sweep([point]).check()
-    try:
-        error = train()
-    except KeyboardInterrupt as interrupt:
-        queue_again(interrupt)
-        raise
-    if error is not None:
-        raise error
+        if error is not None:
+            raise error
 
 
 def queue_again(interrupt: KeyboardInterrupt) -> None:

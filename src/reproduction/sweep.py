@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydra.core.utils import env_override
+from hydra.utils import get_class
 
-from reproduction.compose import Point, expand, planned_point, text_of
-from reproduction.config import SOURCES, Config, Dataset, StudyWords, ViT, check_new
+from reproduction.compose import Point, expand, planned_point, shared_words, word_of
+from reproduction.config import Config, Dataset, StudyWords, ViT, check_new
 from reproduction.errors import (
     Interrupted,
     OneLineError,
@@ -26,7 +27,6 @@ from reproduction.errors import (
     warn,
 )
 from reproduction.folder import find
-from reproduction.help import key_of
 from reproduction.identity import files_of_code, row_hash
 from reproduction.machine import is_first_rank
 from reproduction.studies.study import Part, planned, swept_texts
@@ -36,15 +36,9 @@ if TYPE_CHECKING:  # imports pandas
     from reproduction.studies.table import Table
 
 NOT_STARTED = "not started"
-# sweepers that try every value and choose none: they need no validation split
-GRIDS = ("hydra_plugins.checked.", "hydra._internal.core_plugins.basic_sweeper.")
-# launchers whose jobs run on other machines, which check what this one lacks
-ELSEWHERE = ("hydra_plugins.checked.SlurmLauncher", "hydra_plugins.hydra_ray_launcher.")
+# tries every value and chooses none, as ours do, which are kinds of it
+GRID = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 CLASSES = 10  # of a model whose images are not here
-PLACES = {  # of data sets that are downloaded, in their root
-    f"{SOURCES}:cifar10": "cifar-10-batches-py",
-    f"{SOURCES}:cifar100": "cifar-100-python",
-}
 
 
 @dataclass(frozen=True)
@@ -63,11 +57,11 @@ class Sweep:
     @classmethod
     def of_study(cls, asked: StudyWords, words: Sequence[str]) -> "Sweep":
         """The runs of a study, with `words` as overrides of all of them."""
-        for word in words:
-            if key_of(word) == "seed":
-                raise UserError(f"{word}: must be seeds=N, from the study's first_seed on")
-            if key_of(word) == "resume" and text_of(word) != "auto":
-                raise UserError(f"{word}: must be auto, with which a study is trained")
+        for word in map(word_of, words):
+            if word.key == "seed":
+                raise UserError(f"{word.text}: must be seeds=N, from the study's first_seed on")
+            if word.key == "resume" and word.value != "auto":
+                raise UserError(f"{word.text}: must be auto, with which a study is trained")
         return cls(*planned(asked.study, asked.seeds, asked.scale, words))
 
     def only(self, task: int | None) -> "Sweep":
@@ -78,12 +72,12 @@ class Sweep:
             raise UserError(f"task={task}: must be 0 to {len(self.points) - 1}")
         return replace(self, points=[self.points[task]], is_whole=False)
 
-    def check(self, launcher: str = "") -> None:
+    def check(self, runs_here: bool = True) -> None:
         """Raises UserError for a point that cannot run, before the first one starts.
 
-        What this machine lacks is only told if the launcher, a class, has its jobs elsewhere.
+        What this machine lacks is only told if the points run on others.
         """
-        for text in check_points(self.points, runs_here=not launcher.startswith(ELSEWHERE)):
+        for text in check_points(self.points, runs_here):
             warn(text)
 
     def wait(self, ends: Iterable[OneLineError | None]) -> list[OneLineError]:
@@ -91,9 +85,11 @@ class Sweep:
         errors = []
         try:
             for point, error in zip(self.points, ends, strict=True):
+                if error is None:
+                    continue
                 # another process may have held the lock, and finished the run meanwhile
-                is_done = isinstance(error, UserError) and point.folder.is_finished()
-                if error is not None and not is_done:
+                is_mistake = error.status == UserError.status
+                if not (is_mistake and point.folder.is_finished()):
                     errors.append(error)
         except KeyboardInterrupt as interrupt:
             errors.append(self.interrupted_by(interrupt))
@@ -121,7 +117,13 @@ class Sweep:
         runs = [run_of(point) for point in self.points]
         if not self.is_whole:
             return runs
-        written = self._write([run for run in runs if run.status != NOT_STARTED])
+        from reproduction.studies.page import write_page  # imports matplotlib
+
+        outputs = Path(self.points[0].config.output_root)
+        written = []
+        for table in self._tables([x for x in runs if x.status != NOT_STARTED], outputs):
+            say(f"\n# {table.title}\n\n{table.markdown(is_short=True)}")
+            written.append(write_page(table, outputs))
         if written:
             say(f"\nwritten to {', '.join(map(str, written))}; .csv has the numbers")
         counts = Counter(run.status for run in runs)
@@ -130,29 +132,16 @@ class Sweep:
         say(", ".join(filter(None, parts)))
         return runs
 
-    def _write(self, begun: Sequence["Run"]) -> list[Path]:
-        """Prints and writes the tables of the runs that have begun, and returns their files."""
-        from reproduction.studies.page import write_page  # imports matplotlib
-
-        outputs = Path(self.points[0].config.output_root)
-        files = []
-        for table, part in self._tables(begun, outputs):
-            say(f"\n# {table.title}\n\n{table.markdown(is_short=True)}")
-            files.append(write_page(table, outputs, part))
-        return files
-
-    def _tables(
-        self, begun: Sequence["Run"], outputs: Path
-    ) -> Iterator[tuple["Table", Part | None]]:
+    def _tables(self, begun: Sequence["Run"], outputs: Path) -> Iterator["Table"]:
         """Yields the table of each study of which there is something, or that of swept keys."""
         from reproduction.studies.rows import study_table, sweep_table
 
         for part in self.parts:
             table = study_table(part, begun, outputs)
             if table.counted.runs or table.extras:
-                yield table, part
+                yield table
         if not self.parts and any(run.status != "unusable" for run in begun):
-            yield sweep_table(self.points, begun), None
+            yield sweep_table(self.points, begun)
 
     def listing(self) -> str:
         """Returns a line for each run, how many have which status, and their folders.
@@ -165,18 +154,18 @@ class Sweep:
         from reproduction.studies.runs import ON_TEST
         from reproduction.studies.table import as_markdown, formatted
 
-        shared = set.intersection(*({*point.words} for point in self.points))
+        shared = shared_words(self.points)
         rows, folders = [], []
         counts = Counter[str]()
         for task, point in enumerate(self.points):
             run = run_of(point)
-            differing = [x for x in point.words if x not in shared and key_of(x) != "seed"]
+            differing = [x for x in point.words if x not in shared and word_of(x).key != "seed"]
             row = {
                 "task": str(task),
                 "row": point.label or ",".join(swept_texts(differing)),
                 "seed": str(point.config.seed),
                 "status": run.status_text,
-                "top-1 [%]": formatted(run.numbers.get(ON_TEST.name), ".2f"),
+                "top-1 [%]": formatted(run.outcomes.get(ON_TEST), ".2f"),
             }
             rows.append(row)
             folders.append(f"{task}: {run.path}")
@@ -205,7 +194,8 @@ def check_choice(points: Sequence[Point], sweeper: str) -> None:
     """Raises UserError if a sweeper that chooses settings would choose them on the test set."""
     from reproduction.data.sources import opened  # imports torch
 
-    if sweeper.startswith(GRIDS):
+    kinds = [f"{kind.__module__}.{kind.__name__}" for kind in get_class(sweeper).mro()]
+    if GRID in kinds:  # not by the class itself, which Hydra's search for plugins makes anew
         return
     for point in points:
         if opened(point.config.dataset).validation is None:
@@ -254,9 +244,10 @@ class Checks:
             for other in find(config):
                 if other.path != folder.path:
                     warn(f"{folder.path}: {other.path} holds the same run, and is left as it is")
-        if folder.read_summary().get("data") and self.has_images(config.dataset):
+        summary = folder.read_summary()
+        if summary.get("data") and self.has_images(config.dataset):
             folder.check_same("data", record(opened(config.dataset), config.model.weights))
-        if folder.read_summary().get("code"):
+        if summary.get("code"):
             with self.noting_modules():
                 folder.check_same("code", files_of_code(config))
 
@@ -309,7 +300,8 @@ class Checks:
             return True
         with self.noting_modules():
             check_source(dataset)
-            if dataset.root is None or Path(dataset.root, PLACES.get(dataset.source, "")).exists():
+            place = dataset.fixed.place if dataset.fixed is not None else ""
+            if dataset.root is None or Path(dataset.root, place).exists():
                 opened(dataset)
                 return True
             self.lacks[f"dataset.root={dataset.root}: {dataset.name} is not here"] = None

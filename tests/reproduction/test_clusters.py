@@ -37,13 +37,22 @@ def squeue(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return answers
 
 
-def test_what_only_the_machine_lacks_that_submits_is_a_remark(squeue: Path):
+OF_MINE = "from hydra_plugins.checked import SlurmLauncher\n\nclass Mine(SlurmLauncher): pass\n"
+
+
+def test_what_only_the_machine_lacks_that_submits_is_a_remark(
+    squeue: Path, monkeypatch: pytest.MonkeyPatch
+):
     words = (SMALL, "device=auto", "recipe.precision=float16", "dataset=cifar10")
     assert_refused(train("-m", words), "recipe.precision=float16")
-    result = train(SLURM, words)
-    assert "not here: recipe.precision=float16: is for a GPU" in result.lines[0]
-    assert "not here: dataset.root=data" in result.lines[1]
-    assert "pip install submitit" in result.lines[2]
+    Path("hydra_plugins").mkdir()
+    Path("hydra_plugins/of_mine.py").write_text(OF_MINE)
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+    mine = train(SLURM, words, "hydra.launcher._target_=hydra_plugins.of_mine.Mine", apart=True)
+    for result in (train(SLURM, words), mine):
+        assert "not here: recipe.precision=float16: is for a GPU" in result.lines[0]
+        assert "not here: dataset.root=data" in result.lines[1]
+        assert "pip install submitit" in result.lines[2]
     assert_refused(train(SLURM, SMALL, "recipe.lr=-1"), "recipe.lr=-1")
     assert runs() == []
 

@@ -155,6 +155,8 @@ def test_a_module_in_the_folder_of_the_command_is_found_by_every_program():
     assert_refused(evaluate(f"run={one.path}"), told)
     word = "dataset.source=tokenmixup_of_mine:images"
     assert_succeeded(evaluate(f"run={one.path}", word, apart=True), "images of custom")
+    for same in (f"++{word}", "dataset.source='tokenmixup_of_mine:images'"):
+        assert_succeeded(evaluate(f"run={one.path}", same), "images of custom")
 
 
 def test_no_function_of_ours_but_those_of_the_table_runs_unasked():

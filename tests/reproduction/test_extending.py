@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+import yaml
 from safetensors import safe_open
 
 from reproduction.errors import UserError
@@ -177,6 +178,20 @@ def test_a_setting_of_an_input_mixing_is_called_as_it_is_typed():
     key = "augmentation.resizemix.options.high"
     words = ("--config-dir", "mine", SMALL, STEPS, "augmentation=[resizemix]")
     assert_succeeded(train("-m", words, f"{key}=0.5,0.6"), f"A sweep over `{key}`")
+
+
+def test_a_mixing_may_be_called_source_and_have_an_option_of_that_name():
+    settings = {"source": "of_source:mix", "options": {"source": "a b"}}
+    text = yaml.safe_dump({"chosen": {"source": True}, "source": settings})
+    Path("mine/augmentation/source.yaml").write_text(text)
+    Path("of_source.py").write_text(
+        "import resizemix\n\ndef mix(source):\n    return resizemix.mix(0.1, 0.8)\n"
+    )
+    words = ("--config-dir", "mine", SMALL, STEPS, "augmentation=[source]", "resume=auto")
+    run = trained(words)
+    assert run.summary["code"].keys() == {"augmentation.own.source.source"}
+    assert_succeeded(train(words, "name=mine"))
+    assert_succeeded(script("runs", "outputs"), "1 finished run")
 
 
 WIDE = """

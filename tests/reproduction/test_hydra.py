@@ -57,6 +57,16 @@ def test_a_habit_of_hydra_works(command: str):
     assert list(Path().iterdir()) == [Path("own")]
 
 
+def test_a_sweep_removes_no_empty_folder_of_the_user():
+    Path("a/b").mkdir(parents=True)
+    Path("outputs").mkdir()
+    for folder in ((), "hydra.sweep.dir=a/b", "hydra.sweep.dir=a/b/c/d"):
+        result = train("-m", "seed=0,1", "dry_run=1", folder)
+        assert_succeeded(result)
+        assert "logs and results" not in result.out
+        assert sorted(Path().rglob("*")) == [Path("a"), Path("a/b"), Path("outputs")]
+
+
 @pytest.mark.parametrize(
     ("typed", "option"), [("model=cct_2", "model=cct_2_3x2"), ("hydra/launcher=ch", "checked")]
 )

@@ -146,6 +146,12 @@ def test_every_key_counts_unless_it_changes_no_result(kind: str):
         assert is_other == counts, key
 
 
+def test_the_label_of_a_folder_makes_no_data_set_of_ours_of_it():
+    words = ("dataset=image_folder", "dataset.name=cifar10")
+    assert dry(words, "dataset.root=a")[1] != dry(words, "dataset.root=b")[1]
+    assert dry("dataset=cifar10", "dataset.root=a")[1] == dry("dataset=cifar10")[1]
+
+
 NEW = {"recipe.lr": 0.002, "augmentation.htm.tau": 1.0}  # as if they had been added later
 
 
@@ -312,6 +318,17 @@ def test_a_run_is_found_whatever_its_log_and_wherever_its_project_lies(here: Pat
         assert not again.err
         assert [found.path for found in runs()] == [run.path]
         assert runs()[0].summary["seconds"] == seconds
+
+
+def test_a_finished_run_without_its_configuration_is_one_for_every_program(here: Path):
+    """A checkpoint has it too."""
+    words = (SHORT, "dataset.limit=60", "dataset.eval_limit=60", "resume=auto")
+    assert_succeeded(train(words))
+    (run,) = runs()
+    (run.path / "config.yaml").unlink()
+    assert_succeeded(train(words, "recipe.log_every=7", "dry_run=1"), run.path.name, " finished")
+    assert_succeeded(script("runs", "outputs"), "1 finished run")
+    assert_succeeded(evaluate(f"run={run.path}"))
 
 
 OWN_ARRAYS = """

@@ -104,17 +104,23 @@ def test_jobs_of_several_devices_have_gpus_of_their_own(
     monkeypatch.setenv("PYTHONPATH", str(here))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    result = train("-m", "jobs=3", "devices=2", "seed=0,1,2", ONE)
-    assert sorted(line.rpartition(" ")[2] for line in result.lines) == ["0,1", "0,1", "2,3"]
+    assert train("-m", "jobs=3", "devices=2", "seed=0,1,2", ONE).status == 1
+    logs = Path("outputs/.logs").glob("*.log")
+    assert sorted(log.read_text().split()[-1] for log in logs) == ["0,1", "0,1", "2,3"]
 
 
 def test_a_process_that_dies_without_a_word_is_told(here: Path, monkeypatch: pytest.MonkeyPatch):
     Path("sitecustomize.py").write_text(DYING)
     monkeypatch.setenv("PYTHONPATH", str(here))
-    result = train("-m", "jobs=2", "seed=0,1", ONE)
-    assert result.status == 1
-    assert len(result.lines) == 2
-    assert result.err.count("is empty") == 2
+    logs = Path("outputs/.logs")
+    for _ in range(2):
+        result = train("-m", "jobs=2", "seed=0,1", ONE)
+        assert result.status == 1
+        assert len(result.lines) == 2
+        assert result.err.count("ended with status 3; its output is in outputs/.logs") == 2
+        assert "earlier" not in result.err
+        for log in logs.glob("*.log"):
+            log.write_text("of an earlier job\n")
 
 
 def test_a_task_is_one_point_and_a_dry_run_is_none(here: Path):

@@ -242,6 +242,8 @@ def test_each_point_of_each_sweep_is_a_row_and_sweeps_are_compared_point_by_poin
         ("overrides: [seed=3]", "seed"),
         ("rows: {none: [+devices=2]}", "devices"),
         ("rows: {none: {override: []}}", "override"),
+        ("figures: {Mixed: ht/mixed_pairs.png}", "figures.Mixed=ht/mixed_pairs.png"),
+        ("latencies: {gradient: 236}", "must have attention"),
     ],
 )
 def test_a_study_that_is_wrong_is_refused_in_a_line(changes: str, part: str):

@@ -510,13 +510,14 @@ def test_a_look_is_at_whole_seeds_in_their_order(losses: dict[str, dict[int, flo
 
 def test_a_row_counts_the_runs_that_have_its_outcome():
     """A metric of one's own may be in some of them alone."""
-    found = [{"top1 on test": 50.0, "f1 on test": 0.1}, {"top1 on test": 60.0}]
+    f1 = studies.outcome_of("f1 on test")
+    found: Any = [{studies.ON_TEST: 50.0, f1: 0.1}, {studies.ON_TEST: 60.0}]
     told: Any = {"status": "finished", "status_text": "finished"}
     runs = [
-        studies.Run(path=Path(str(seed)), seed=seed, numbers=numbers, **told)
-        for seed, numbers in enumerate(found)
+        studies.Run(path=Path(str(seed)), seed=seed, outcomes=outcomes, **told)
+        for seed, outcomes in enumerate(found)
     ]
-    (line,) = lines_of([Row(key="a", heads={})], runs, studies.outcome_of("f1 on test"))
+    (line,) = lines_of([Row(key="a", heads={})], runs, f1)
     assert line.n == 1
 
 

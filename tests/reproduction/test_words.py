@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.doors import (
     SMALL,
+    assert_refused,
     assert_succeeded,
     config_of,
     evaluate,
@@ -71,7 +72,16 @@ def test_every_program_reads_alike(here: Path):
     assert [run.path.name for run in runs()] == [f"{name}1", f"{name}2"]
     assert_succeeded(evaluate(f"run=outputs/{name}1", f"predictions={name}.csv", "device=cpu"))
     assert Path(f"{name}.csv").exists()
+    another = evaluate(f"run=outputs/{name}1", "++dataset=cifar10")
+    assert_refused(another, "groups is not supported: '++dataset=cifar10'")
     assert config_of("output_root=~/x").output_root == str(Path("~/x").expanduser())
+
+
+@pytest.mark.parametrize("value", ["'table1/cifar10_htm'", "[table1/cifar10_htm]"])
+def test_a_name_has_what_a_word_means(here: Path, value: str):
+    listed = train("dry_run=1", "experiment=table1/cifar10_htm")
+    assert_succeeded(listed, "outputs/table1-cifar10_htm-s0-")
+    assert train("dry_run=1", f"experiment={value}").out == listed.out
 
 
 def test_a_file_of_a_study_is_read_as_typed(here: Path):

@@ -184,7 +184,7 @@ def try_pass(config: Config, num_classes: int) -> tuple[TokenMixup, Output]:
     model = config.model
     words = []
     for door, path in own_code(config):
-        if door.part in ("model", "tokens"):
+        if door.role in ("model", "tokens"):
             words.append(door.word(path))
     with torch.device("cpu" if words else "meta"):
         module = build_module(model, config.augmentation, num_classes)

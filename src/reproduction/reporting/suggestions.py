@@ -56,7 +56,7 @@ def suggestions(folder: RunFolder, config: Config, batches: int) -> Iterator[str
     if config.augmentation.htm is None:
         raise UserError(f"run={folder.path}: was trained without htm")
     for door, path in own_code(config):
-        if door.part in ("inputs", "tokens"):
+        if door.role in ("inputs", "tokens"):
             word = door.word(path)
             raise UserError(f"{word}: pairs are counted here by methods of ours alone")
     trained = load_trained(config, folder)

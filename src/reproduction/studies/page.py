@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 from reproduction.files import write_text
 from reproduction.studies.plots import draw_beside, draw_sweep
-from reproduction.studies.study import Part
+from reproduction.studies.study import Study
 from reproduction.studies.table import REPORT, Table, as_markdown, frame_of
 
 HOW_TO_READ = """\
@@ -21,35 +21,35 @@ printed values; lower in: pairs whose loss falls; p: by a two-sided paired t-tes
 Holm for the other tests of the table. Intervals are not corrected for their number."""
 
 
-def write_page(table: Table, outputs: Path, part: Part | None = None) -> Path:
-    """Writes the page of a table, of a study if there is a part, and returns its path."""
+def write_page(table: Table, outputs: Path) -> Path:
+    """Writes the page of a table, and returns its path."""
     path = outputs / REPORT / f"{table.name}.md"
     path.parent.mkdir(parents=True, exist_ok=True)
-    texts = [f"# {table.title}", table.markdown(), *_plots(table, path.parent, part)]
-    if part is not None:
-        texts += _of_study(table, path.parent, part)
+    texts = [f"# {table.title}", table.markdown(), *_plots(table, path.parent)]
+    if table.study is not None:
+        texts += _of_study(table, table.study, path.parent)
     write_text(path, "\n\n".join(texts) + "\n")
     write_text(path.with_suffix(".csv"), table.csv())
     return path
 
 
-def _plots(table: Table, folder: Path, part: Part | None) -> Iterator[str]:
+def _plots(table: Table, folder: Path) -> Iterator[str]:
     """Draws each main section: the values of a sweep, or a study beside the paper's values."""
     for number, section in enumerate(table.main_sections, start=1):
         if not section.finished:
             continue
         path = folder / f"{table.name}-{number}.svg"
         is_sweep = draw_sweep(path, section)
-        if part is not None and not is_sweep:
+        if table.study is not None and not is_sweep:
             draw_beside(path, section)
-        if part is not None or is_sweep:
+        if table.study is not None or is_sweep:
             yield f"![{section.title}]({quote(path.name)})"
 
 
-def _of_study(table: Table, folder: Path, part: Part) -> Iterator[str]:
+def _of_study(table: Table, study: Study, folder: Path) -> Iterator[str]:
     """Yields the figures of a study, its runs, rows without one, and how to read the tables."""
     lines = [line for section in table.main_sections for line in section.finished]
-    for title, place in part.study.figures.items():
+    for title, place in study.figures.items():
         row, _, name = place.partition("/")
         runs = [run for line in lines if line.row.name == row for run in line.runs]
         drawn = [run.path / name for run in runs if (run.path / name).exists()]

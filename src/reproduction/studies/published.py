@@ -13,7 +13,7 @@ from reproduction.identity import run_hash
 from reproduction.studies.page import HOW_TO_READ
 from reproduction.studies.rows import study_table
 from reproduction.studies.runs import config_of, published_config, read_store
-from reproduction.studies.study import FULL, Study, part_of, read
+from reproduction.studies.study import Study, part_of, read
 from reproduction.studies.table import as_markdown, formatted
 
 COPIED = (  # from summary.json into a line of results/
@@ -75,7 +75,7 @@ def results_page(results: Path) -> str:
 def _section(path: Path, study: Study) -> Iterator[str]:
     """Yields Markdown of a study and its published runs."""
     runs = read_store(path.with_suffix(".jsonl"))
-    whole, _ = part_of(str(path), study, None, FULL, [])
+    whole, _ = part_of(str(path), study)
     table = study_table(whole, runs, path.parent)
     file = f"results/{path.name}"
     finished = f"{len(table.counted.runs)} of {whole.num_runs} runs are finished"
@@ -85,22 +85,17 @@ def _section(path: Path, study: Study) -> Iterator[str]:
     yield f"\n{study.about.strip()} Fixed before the first run.\n"
     if study.source:
         yield f"Quoted, not trained here: {study.source.strip()}.\n"
-        yield f"{as_markdown(_quoted(study))}\n"
-
-
-def _quoted(study: Study) -> pd.DataFrame:
-    rows = []
-    for name, columns in study.quoted.items():
-        for column, printed in columns.items():
-            text = formatted(printed.get("top1"), ".2f")
-            rows.append({"row": name, "column": column, "top-1 [%]": text})
-    return pd.DataFrame(rows)
+        texts = [
+            {"row": row, "column": column, "top-1 [%]": formatted(printed.get("top1"), ".2f")}
+            for row, column, printed in study.quotes
+        ]
+        yield f"{as_markdown(pd.DataFrame(texts))}\n"
 
 
 def publish(run: Path, file: Path) -> Path:
     """Adds the line of a finished run of a study to its .jsonl, in place of one of the same run."""
     folder = RunFolder(run.resolve())
-    _, points = part_of(str(file), read(file), None, FULL, [])
+    _, points = part_of(str(file), read(file))
     rows = {run_hash(point.config): point.config for point in points}
     own_hash = run_hash(folder.read_config())
     row = rows.get(own_hash)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from reproduction.compose import Point, last_part, override_of
+from reproduction.compose import Point, last_part, shared_words, word_of
 from reproduction.config import LONGEST_NAME
 from reproduction.errors import UserError
 from reproduction.files import cut
@@ -23,11 +23,10 @@ from reproduction.studies.runs import (
     Run,
     counted,
     judged_by,
-    outcome_of,
     row_settings,
 )
 from reproduction.studies.statistics import Line, Row, lines_of
-from reproduction.studies.study import Part, Study
+from reproduction.studies.study import REFERENCE, Part, Study
 from reproduction.studies.table import (
     REPORT,
     TITLES,
@@ -40,7 +39,6 @@ from reproduction.studies.table import (
 )
 
 LATENCY = "latency.json"  # of scripts/latency.py, beside the tables
-REFERENCE = "attention"  # of the ratios of latencies
 
 # --- a study ------------------------------------------------------------------------------------
 
@@ -55,17 +53,17 @@ def study_table(part: Part, runs: Sequence[Run], outputs: Path) -> Table:
     chosen = counted([run for run in runs if run.row_hash in row_hashes and run.seed in part.seeds])
     shown = chosen.runs
     notes = [*study.notes]
-    if study.looks and not part.about:  # which other runs have
+    if study.looks and not part.changes:  # which other runs have
         seeds, note = look(study, len(row_hashes), chosen.runs)
         shown = [run for run in chosen.runs if run.seed in seeds]
         notes.insert(0, note)
     rows = rows_of(part)
     main = judged_by(shown)
     if study.tested is not None:
-        main = outcome_of(study.tested)
+        main = study.tested
     sections = _sections(rows, shown, main, is_main=True)
-    found = dict.fromkeys(name for run in shown for name in run.numbers if " on " in name)
-    for outcome in map(outcome_of, {**OUTCOMES, **found}):
+    of_metrics = [outcome for run in shown for outcome in run.outcomes]
+    for outcome in dict.fromkeys([*OUTCOMES, *of_metrics]):
         if outcome != main:
             others = _sections(rows, shown, outcome, is_main=False)
             sections += [section for section in others if section.finished]
@@ -77,6 +75,7 @@ def study_table(part: Part, runs: Sequence[Run], outputs: Path) -> Table:
         counted=chosen,
         notes=notes,
         extras=latencies(study, outputs),
+        study=study,
     )
 
 
@@ -101,17 +100,16 @@ def rows_of(part: Part) -> list[Row]:
         if base is not None and hashes[base] != row.row_hash:  # two rows may be one run
             row = replace(row, against=base, against_text=texts[base])
         rows.append(row)
-    for name, columns in part.study.quoted.items():
-        for column, printed in columns.items():
-            quoted = Row(
-                key=f"quoted: {name}: {column}",
-                heads={"row": name},
-                study=part.name,
-                name=name,
-                column=column,
-                printed=printed,
-            )
-            rows.append(quoted)
+    for name, column, printed in part.study.quotes:
+        quoted = Row(
+            key=f"quoted: {name}: {column}",
+            heads={"row": name},
+            study=part.name,
+            name=name,
+            column=column,
+            printed=printed,
+        )
+        rows.append(quoted)
     return rows
 
 
@@ -141,8 +139,10 @@ def latencies(study: Study, outputs: Path) -> dict[str, pd.DataFrame]:
         return {}
     measured = json.loads(path.read_text())
     rows = []
-    for name, printed in study.latencies.items():
-        low, median, high = measured["ms"][name]
+    for name, (low, median, high) in measured["ms"].items():
+        if name not in study.latencies:
+            continue
+        printed = study.latencies[name]
         rows.append(
             {
                 "detector": name,
@@ -267,7 +267,7 @@ class Settings:
         known = self.named(name)
         if len(known) > 1:
             raise UserError(f"against={against}: {name} may be {' or '.join(known)}")
-        text = value_text(override_of(f"value={typed}").value())
+        text = value_text(word_of(f"value={typed}").value)
         having = []
         if known:
             having = [row for row, x in self.values[known[0]].items() if value_text(x) == text]
@@ -320,8 +320,7 @@ def sweep_table(points: Sequence[Point], runs: Sequence[Run]) -> Table:
     settings = Settings({row_hash(x.config): row_settings(x.config) for x in points})
     table = table_of(settings, runs)
     heads, _ = settings.heads
-    shared = [word for word in points[0].words if all(word in point.words for point in points)]
-    words = ", ".join(f"`{word}`" for word in shared) or "the defaults"
+    words = ", ".join(f"`{word}`" for word in shared_words(points)) or "the defaults"
     keys = ", ".join(f"`{name}`" for name in heads) or "seeds"
     seeds = ", ".join(map(str, sorted({point.config.seed for point in points})))
     stem = "-".join(map(last_part, heads)) or "seeds"

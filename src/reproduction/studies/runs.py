@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from reproduction.config import Config
 from reproduction.errors import OneLineError, in_one_line, told
 from reproduction.folder import RunFolder, summary_of_today
-from reproduction.identity import digest, flat, nested, row_hash, saved, settings, shared_settings
+from reproduction.identity import digest, flat, nested, row_hash, saved, settings
 
 STACK_KEY = "augmentation.mixing"  # the names of the stack, as if they were a setting
 FEW_CLASSES = 5  # of which all are among the best five
@@ -44,31 +44,34 @@ class Outcome:
         return f"{self.measure} on {self.split}"
 
 
-NATS: Any = {"unit": "nats", "gap": "nats", "spec": ".3f"}
-ON_TEST = Outcome(measure="top1", split="test", title="top-1")
-ON_VALIDATION = Outcome(measure="top1", split="validation", title="validation top-1")
-OUTCOMES = {
-    outcome.name: outcome
-    for outcome in (
-        ON_TEST,
-        Outcome(measure="loss", split="test", title="held-out loss", **NATS),
-        Outcome(measure="top5", split="test", title="top-5"),
-        ON_VALIDATION,
-        Outcome(measure="loss", split="validation", title="validation loss", **NATS),
-        Outcome(measure="top5", split="validation", title="validation top-5"),
-    )
-}
+def on_both(measure: str, title: str, **text: Any) -> tuple[Outcome, Outcome]:
+    """Returns the outcomes of a measure, on the test set and on the validation split."""
+    on_test = Outcome(measure=measure, split="test", title=title, **text)
+    return on_test, replace(on_test, split="validation", title=f"validation {title}")
+
+
+def of_metric(name: str) -> tuple[Outcome, Outcome]:
+    """Returns the outcomes of a metric of one's own."""
+    return on_both(name, name, unit="1", gap="1", spec=".4f")
+
+
+ON_TEST, ON_VALIDATION = on_both("top1", "top-1")
+TOP5, TOP5_ON_VALIDATION = on_both("top5", "top-5")
+LOSS, LOSS_ON_VALIDATION = on_both("loss", "loss", unit="nats", gap="nats", spec=".3f")
+LOSS = replace(LOSS, title="held-out loss")
+OUTCOMES = (ON_TEST, LOSS, TOP5, ON_VALIDATION, LOSS_ON_VALIDATION, TOP5_ON_VALIDATION)
+FORMER_NAMES = {"top1_last": ON_TEST.name, "loss_last": LOSS.name}
 
 
 def outcome_of(name: str) -> Outcome:
-    """Returns an outcome by its name; a measure that is not ours is a metric of one's own."""
-    if name in OUTCOMES:
-        return OUTCOMES[name]
-    measure, _, split = name.partition(" on ")
-    kind: Any = {"measure": measure, "split": split, "title": measure}
-    if split == "validation":
-        kind["title"] = f"validation {measure}"
-    return Outcome(**kind, unit="1", gap="1", spec=".4f")
+    """Returns the outcome that a study names, of ours or of a metric of one's own."""
+    name = FORMER_NAMES.get(name, name)
+    metric, _, _ = name.partition(" on ")
+    for outcome in (*OUTCOMES, *of_metric(metric)):
+        if outcome.name == name and metric.isidentifier():
+            return outcome
+    ours = ", ".join(outcome.name for outcome in OUTCOMES)
+    raise ValueError(f"must be one of {ours}, or NAME on test of a metric")
 
 
 # --- runs ---------------------------------------------------------------------------------------
@@ -88,7 +91,8 @@ class Run:
     record: dict[str, str] = field(default_factory=dict)  # of its images and weights
     code: str = ""  # from elsewhere: its keys and files, with their sha256
     revisions: tuple[str, ...] = ()  # of git, of its starts
-    numbers: dict[str, float] = field(default_factory=dict)  # outcomes and measures, if finished
+    outcomes: dict[Outcome, float] = field(default_factory=dict)  # those it has, if finished
+    measures: dict[str, float] = field(default_factory=dict)  # likewise
 
     @property
     def name(self) -> str:
@@ -106,9 +110,11 @@ def row_settings(config: Config) -> dict[str, Any]:
 
     An input mixing of one's own is called as it is typed: augmentation.NAME.
     """
-    shared = shared_settings(config)
-    typed = {key.replace("augmentation.own.", "augmentation."): x for key, x in shared.items()}
-    return {STACK_KEY: "+".join(config.augmentation.stack) or "none", **typed}
+    typed = {STACK_KEY: "+".join(config.augmentation.stack) or "none"}
+    for key, value in settings(config).items():
+        typed[key.replace("augmentation.own.", "augmentation.")] = value
+    del typed["seed"]
+    return typed
 
 
 def read_runs(*places: Path) -> list[Run]:
@@ -142,10 +148,7 @@ def _began(folder: RunFolder, summary: Mapping[str, Any]) -> float:
 
 
 def _run(path: Path, config: Config, summary: Mapping[str, Any], began: float) -> Run:
-    numbers = {}
-    if summary["status"] == "finished":
-        numbers = _numbers(summary, config)
-    return Run(
+    run = Run(
         path=path,
         status=summary["status"],
         status_text=_status_text(config, summary),
@@ -156,8 +159,10 @@ def _run(path: Path, config: Config, summary: Mapping[str, Any], began: float) -
         record=summary.get("data") or {},
         code=", ".join(f"{key} {file}" for key, file in (summary.get("code") or {}).items()),
         revisions=tuple(_revisions(summary)),
-        numbers=numbers,
     )
+    if run.status != "finished":
+        return run
+    return replace(run, outcomes=_outcomes(summary, config), measures=_measures(summary))
 
 
 def _status_text(config: Config, summary: Mapping[str, Any]) -> str:
@@ -180,26 +185,33 @@ def _revisions(summary: Mapping[str, Any]) -> Iterator[str]:
             yield f"{commit[:10]}{dash}{dirty}"
 
 
-def _numbers(summary: Mapping[str, Any], config: Config) -> dict[str, float]:
-    """Returns the outcomes and measures that a finished run has."""
+def _outcomes(summary: Mapping[str, Any], config: Config) -> dict[Outcome, float]:
+    """Returns the outcomes that a finished run has."""
     log = summary.get("log") or [{}]
     last = log[-1]
-    late = [line for line in log if line.get("epoch", 0) > summary["epochs"] - LAST_EPOCHS]
-    found = {name: summary.get(name) for name in MEASURES}
-    found["top1_best10"] = max((line["top1"] for line in late if "top1" in line), default=None)
-    found |= {
-        "top1 on test": summary["top1_last"],
-        "loss on test": last.get("eval_loss"),  # none beside a validation split
-        "top5 on test": summary["top5_last"],
-        "top1 on validation": summary.get("val_top1_last"),
-        "loss on validation": last.get("val_loss"),
-        "top5 on validation": last.get("val_top5"),
+    found = {
+        ON_TEST: summary["top1_last"],
+        LOSS: last.get("eval_loss"),  # none beside a validation split
+        ON_VALIDATION: summary.get("val_top1_last"),
+        LOSS_ON_VALIDATION: last.get("val_loss"),
     }
+    if summary.get("classes", FEW_CLASSES + 1) > FEW_CLASSES:
+        found[TOP5] = summary["top5_last"]
+        found[TOP5_ON_VALIDATION] = last.get("val_top5")
     for name in config.recipe.metrics:
-        found[f"{name} on test"] = summary.get(f"{name}_last")
-        found[f"{name} on validation"] = last.get(f"val_{name}")
-    if summary.get("classes", FEW_CLASSES + 1) <= FEW_CLASSES:
-        found |= {"top5 on test": None, "top5 on validation": None}
+        on_test, on_validation = of_metric(name)
+        found[on_test] = summary.get(f"{name}_last")
+        found[on_validation] = last.get(f"val_{name}")
+    return {outcome: float(value) for outcome, value in found.items() if value is not None}
+
+
+def _measures(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the measures that a finished run has."""
+    found = {name: summary.get(name) for name in MEASURES}
+    first = summary["epochs"] - LAST_EPOCHS
+    log = summary.get("log") or []
+    late = [line["top1"] for line in log if "top1" in line and line.get("epoch", 0) > first]
+    found["top1_best10"] = max(late, default=None)
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
@@ -269,6 +281,6 @@ def counted(runs: Sequence[Run]) -> Counted:
 
 def judged_by(runs: Sequence[Run]) -> Outcome:
     """Returns what runs are judged by unless a study says it: validation, if all have a split."""
-    if runs and all(ON_VALIDATION.name in run.numbers for run in runs):
+    if runs and all(ON_VALIDATION in run.outcomes for run in runs):
         return ON_VALIDATION
     return ON_TEST

@@ -6,6 +6,7 @@ corrected by Holm (1979).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import nan
 from typing import Any
 
@@ -58,7 +59,6 @@ class Line:
     outcome: Outcome
     is_main: bool  # the table is about this outcome, and has p of no other
     runs: list[Run]
-    results: pd.DataFrame  # outcomes and measures, by seed
     comparison: Comparison = field(default_factory=Comparison)
 
     @property
@@ -66,19 +66,21 @@ class Line:
         """How many runs have its outcome."""
         return len(self.judged)
 
-    def values(self, name: str) -> pd.Series:
-        """Returns an outcome or a measure, by seed."""
-        if name not in self.results:
-            return pd.Series(dtype=float)
-        return self.results[name].dropna()
+    def values(self, outcome: Outcome) -> pd.Series:
+        """Returns the values of an outcome, by seed."""
+        return pd.Series({run.seed: run.outcomes.get(outcome, nan) for run in self.runs}).dropna()
 
-    def mean_of(self, name: str) -> float:
-        return float(self.values(name).mean())
+    def measured(self, name: str) -> pd.Series:
+        """Returns the values of a measure, by seed."""
+        return pd.Series({run.seed: run.measures.get(name, nan) for run in self.runs}).dropna()
 
-    @property
+    def mean_of(self, measure: str) -> float:
+        return float(self.measured(measure).mean())
+
+    @cached_property
     def judged(self) -> pd.Series:
         """The values of its outcome, by seed."""
-        return self.values(self.outcome.name)
+        return self.values(self.outcome)
 
     @property
     def mean(self) -> float:
@@ -106,8 +108,7 @@ def lines_of(
     lines = {}
     for row in rows:
         own = [run for run in runs if run.row_hash == row.row_hash]
-        results = pd.DataFrame.from_dict({run.seed: run.numbers for run in own}, orient="index")
-        lines[row.key] = Line(row=row, outcome=outcome, is_main=is_main, runs=own, results=results)
+        lines[row.key] = Line(row=row, outcome=outcome, is_main=is_main, runs=own)
 
     family = {}  # p of the tests that are corrected for each other
     for line in lines.values():

@@ -4,24 +4,24 @@ The paper's tables and sweeps lie in paper/, studies of your own in results/; al
 A row is a cell, or a sweep if it lists values: then each combination of them is a cell.
 """
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from reproduction.compose import (
     Point,
     compose,
     expand,
     last_part,
-    override_of,
     planned_point,
     readable,
+    word_of,
 )
 from reproduction.config import (
     LONGEST_NAME,
@@ -36,10 +36,10 @@ from reproduction.config import (
 )
 from reproduction.errors import UserError
 from reproduction.files import cut
-from reproduction.help import GROUPS, key_of
+from reproduction.help import GROUPS
 from reproduction.identity import changes_result, digest, row_hash, run_hash
 from reproduction.reading import read_yaml
-from reproduction.studies.runs import OUTCOMES
+from reproduction.studies.runs import OUTCOMES, Outcome, outcome_of
 
 PAPER_FOLDER = Path(__file__).parent / "paper"
 PAPERS = (
@@ -76,7 +76,7 @@ SHORT = [
 ]
 # An untrained model finds every sample difficult and attends evenly, so HTM would mix nothing.
 MIXING = ["augmentation.htm.tau=inf", "augmentation.htm.rho=0"]
-FORMER_NAMES = {"top1_last": "top1 on test", "loss_last": "loss on test"}
+REFERENCE = "attention"  # of the ratios of latencies
 Printed = dict[Literal["top1", "top5"], float]  # percent, on the test set
 
 # --- the file -----------------------------------------------------------------------------------
@@ -89,12 +89,11 @@ def _mapping_of(row: Any) -> Any:
     return row
 
 
-def _tested(name: str | None) -> str | None:
-    """Returns the name of an outcome by the present names, of ours or of a metric of one's own."""
-    name = FORMER_NAMES.get(name or "", name)
-    if name is not None and not re.fullmatch(r"\w+ on (test|validation)", name):
-        raise ValueError(f"must be one of {', '.join(OUTCOMES)}, or NAME on test of a metric")
-    return name
+def _tested(named: Any) -> Outcome | None:
+    """Returns the outcome of a name; of none there is none, and one that was read stays."""
+    if named is None or isinstance(named, Outcome):
+        return named
+    return outcome_of(str(named))
 
 
 @schema
@@ -127,7 +126,7 @@ class Study:
     # runs are all finished, and no seed beyond it.
     looks: dict[Count, Fraction] = Field(default_factory=dict)
     # The outcome by which rows are tested; without it the accuracy, as `judged_by` chooses.
-    tested: Annotated[str | None, AfterValidator(_tested)] = None
+    tested: Annotated[Outcome | None, BeforeValidator(_tested)] = None
     smoke: list[str] = Field(default_factory=list)  # more overrides, at this scale
     source: str = ""  # of what is quoted
     quoted: dict[str, dict[str, Printed]] = Field(default_factory=dict)  # by row and column
@@ -135,15 +134,26 @@ class Study:
     latencies: dict[str, float] = Field(default_factory=dict)  # printed ms of HTM's detectors
     notes: list[str] = Field(default_factory=list)
 
+    @property
+    def quotes(self) -> list[tuple[str, str, Printed]]:
+        """What is quoted: row, column and values."""
+        return [(row, *each) for row, columns in self.quoted.items() for each in columns.items()]
+
     def __post_init__(self) -> None:
         for name, row in self.rows.items():
-            for word in self.overrides + row.overrides:
-                if key_of(word) in OWN_KEYS:
-                    raise ValueError(f"rows.{name}: {word}: a study must not set {key_of(word)}")
+            for word in map(word_of, self.overrides + row.overrides):
+                if word.key in OWN_KEYS:
+                    raise ValueError(f"rows.{name}: {word.text}: a study must not set {word.key}")
             others = [other for other in self.rows if other != name]
             if row.against is not None and row.against not in others:
                 allowed = ", ".join(others) or "left out, as there is no other row"
                 raise ValueError(f"rows.{name}.against={row.against}: must be one of {allowed}")
+        for title, place in self.figures.items():
+            if place.partition("/")[0] not in self.rows:
+                rule = f"must be ROW/PICTURE of one of {', '.join(self.rows)}"
+                raise ValueError(f"figures.{title}={place}: {rule}")
+        if self.latencies and REFERENCE not in self.latencies:
+            raise ValueError(f"latencies: must have {REFERENCE}, which ratios are to")
 
 
 def studies(name: str) -> dict[str, Study]:
@@ -158,8 +168,10 @@ def studies(name: str) -> dict[str, Study]:
     study = read(PAPER_FOLDER / f"{table}.yaml")
     if row and row not in study.rows:
         raise UserError(f"study={name}: must be one of {', '.join(study.rows)}")
-    if row:  # alone: `against` would name a row that is not there, which Study refuses
-        study = replace(study, rows={row: replace(study.rows[row], against=None)})
+    if row:  # alone: `against` and `figures` would name rows that are not there
+        alone = {row: replace(study.rows[row], against=None)}
+        figures = {x: y for x, y in study.figures.items() if y.startswith(f"{row}/")}
+        study = replace(study, rows=alone, figures=figures)
     return {table: study}
 
 
@@ -179,18 +191,24 @@ def read(path: Path) -> Study:
 class Cell:
     """What is trained of a study: a row, or one combination of the values of a sweep."""
 
+    study: str
     row: str  # its name in the study
+    name: str  # its own, which tells the values of a sweep
     told: StudyRow
     words: list[str]
     values: Mapping[str, Any]  # by key, of a row that is a sweep
-    label: str  # names it in lists and folders: STUDY/ROW
+
+    @property
+    def label(self) -> str:
+        """Names it in lists and folders."""
+        return f"{self.study}/{self.name}"
 
     @property
     def text(self) -> str:
         """What a table shows of it."""
         if self.told.row and not self.values:  # a sweep is shown by its values
             return self.told.row
-        return self.label.partition("/")[2]
+        return self.name
 
 
 def cells(name: str, study: Study) -> list[Cell]:
@@ -206,11 +224,12 @@ def cells(name: str, study: Study) -> list[Cell]:
             if not swept or num_sweeps > 1:
                 parts.insert(0, row)
             cell = Cell(
+                study=Path(name).stem,
                 row=row,
+                name=",".join(parts),
                 told=study.rows[row],
                 words=words,
-                values={key_of(word): override_of(word).value() for word in swept},
-                label=f"{Path(name).stem}/{','.join(parts)}",
+                values={word.key: word.value for word in map(word_of, swept)},
             )
             found.append(cell)
     return found
@@ -218,8 +237,9 @@ def cells(name: str, study: Study) -> list[Cell]:
 
 def swept_texts(words: Sequence[str]) -> list[str]:
     """Returns swept words by the short names of their keys."""
-    names = short_names([key_of(word) for word in words])
-    return [f"{name}={word.partition('=')[2]}" for name, word in zip(names, words, strict=True)]
+    read = [*map(word_of, words)]
+    names = short_names([word.key for word in read])
+    return [f"{name}={word.typed}" for name, word in zip(names, read, strict=True)]
 
 
 def short_names(keys: Sequence[str]) -> list[str]:
@@ -234,7 +254,7 @@ def comparisons(trained: Sequence[Cell]) -> dict[str, str]:
     """Returns the label of the cell that each one is compared with, by its own label.
 
     A row is compared with one that is no sweep, or with the point of the same values of a sweep.
-    ValueError for a comparison that cannot be made.
+    UserError for a comparison that cannot be made.
     """
     pairs = {}
     for cell in trained:
@@ -245,7 +265,7 @@ def comparisons(trained: Sequence[Cell]) -> dict[str, str]:
         fitting = [base for base in bases if base.values in ({}, cell.values)]
         if not fitting:
             rule = "is a sweep, and a sweep is compared with one over the same values"
-            raise ValueError(f"rows.{cell.row}.against={against}: {rule}")
+            raise UserError(f"{cell.study}: rows.{cell.row}.against={against}: {rule}")
         pairs[cell.label] = fitting[0].label
     return pairs
 
@@ -256,15 +276,15 @@ class Part:
 
     name: str  # of the study: table1, or the path of a file
     study: Study
-    has_all_rows: bool
+    is_whole_of_the_paper: bool  # all of one of its studies, as it has it
     scale: str
     cells: list[Cell]
     pairs: Mapping[str, str]  # label of a cell -> of the one that it is compared with
     configs: Mapping[str, Config]  # of each cell, by its label
     seeds: list[int]
-    more: list[str]  # overrides of all rows that change results
+    changes: list[str]  # overrides of all rows, which make other runs of those that it names
 
-    @property
+    @cached_property
     def row_hashes(self) -> dict[str, str]:
         """What the runs of the seeds of each cell share, by its label."""
         return {label: row_hash(config) for label, config in self.configs.items()}
@@ -285,20 +305,13 @@ class Part:
             run = self.row_hashes[cell.label]
             if run in firsts:
                 text = f"{text} (the run of {firsts[run]})"
-            firsts.setdefault(run, cell.label.partition("/")[2])
+            firsts.setdefault(run, cell.name)
             found[cell.label] = text
         return found
 
     @property
     def num_runs(self) -> int:
         return len({*self.row_hashes.values()}) * len(self.seeds)
-
-    @property
-    def is_whole_of_the_paper(self) -> bool:
-        """Whether this is all of a study of the paper, as the paper has it."""
-        if self.name not in PAPERS or not self.has_all_rows:
-            return False
-        return self.seeds == seeds_of(self.study, None, FULL) and not self.about
 
     @property
     def file(self) -> str:
@@ -316,12 +329,9 @@ class Part:
     @property
     def about(self) -> list[str]:
         """Says what distinguishes the runs from those that the study names, with a warning."""
-        words = [*self.more]
-        if self.scale == SMOKE:
-            words = [*SHORT, *self.study.smoke, *words]
-        if not words:
+        if not self.changes:
             return []
-        texts = ", ".join(f"`{word}`" for word in words)
+        texts = ", ".join(f"`{word}`" for word in self.changes)
         return [WARNING, f"With {texts}; seeds {', '.join(map(str, self.seeds))}."]
 
 
@@ -336,27 +346,29 @@ def planned(
     points: dict[str, Point] = {}
     parts = []
     for study_name, study in studies(name).items():
-        part, runs = part_of(study_name, study, seeds, scale, [readable(word) for word in more])
         has_all_rows = name in ("all", study_name)
-        parts.append(replace(part, has_all_rows=has_all_rows))
+        part, runs = part_of(study_name, study, seeds, scale, readable(more), has_all_rows)
+        parts.append(part)
         for point in runs:
             points.setdefault(run_hash(point.config), point)
     return sorted(points.values(), key=lambda point: point.config.seed), parts
 
 
 def part_of(
-    name: str, study: Study, seeds: int | None, scale: str, more: Sequence[str]
+    name: str,
+    study: Study,
+    seeds: int | None = None,
+    scale: str = FULL,
+    more: Sequence[str] = (),
+    has_all_rows: bool = True,
 ) -> tuple[Part, list[Point]]:
     """Returns a study with all its runs."""
     check_overrides(study, more)
     trained = cells(name, study)
-    label, number = Counter(cell.label for cell in trained).most_common(1)[0]
+    called, number = Counter(cell.name for cell in trained).most_common(1)[0]
     if number > 1:
-        raise UserError(f"{name}: rows: {number} of them are called {label.partition('/')[2]}")
-    try:
-        pairs = comparisons(trained)
-    except ValueError as error:
-        raise UserError(f"{name}: {error}") from error
+        raise UserError(f"{name}: rows: {number} of them are called {called}")
+    pairs = comparisons(trained)
     chosen = seeds_of(study, seeds, scale)
     points = []
     configs = {}
@@ -366,30 +378,32 @@ def part_of(
         configs[cell.label] = of_cell[0].config
         points += of_cell
     if study.tested is not None and study.tested not in OUTCOMES:
-        metric = study.tested.partition(" on ")[0]
+        metric = study.tested.measure
         without = [label for label, x in configs.items() if metric not in x.recipe.metrics]
         if without:
             reason = f"{without[0]} has no recipe.metrics.{metric}=package.module:factory"
-            raise UserError(f"tested={study.tested}: {reason}")
-    changes = [word for word in more if changes_result(key_of(word))]
+            raise UserError(f"tested={study.tested.name}: {reason}")
+    changes = [word for word in more if changes_result(word_of(word).key)]
     if changes:
         check_rows(trained, study, scale, configs, changes)
     shown = study
-    if changes or scale == SMOKE:
-        shown = unprinted(study)
     if scale == SMOKE:
         data = ", ".join(sorted({config.dataset.name for config in configs.values()}))
-        shown = on_other_data(shown, data)
+        shown = on_other_data(study, data)
+        changes = [*SHORT, *study.smoke, *changes]
+    if changes:
+        shown = unprinted(shown)
+    is_paper = name in PAPERS and has_all_rows
     part = Part(
         name=name,
         study=shown,
-        has_all_rows=True,
+        is_whole_of_the_paper=is_paper and not changes and chosen == seeds_of(study, None, FULL),
         scale=scale,
         cells=[replace(cell, told=shown.rows[cell.row]) for cell in trained],
         pairs=pairs,
         configs=configs,
         seeds=chosen,
-        more=changes,
+        changes=changes,
     )
     return part, points
 
@@ -420,7 +434,7 @@ def words_of(cell: Cell, study: Study, scale: str, more: Sequence[str]) -> list[
     """Returns the words of a cell at a scale. The last word for a key counts."""
     words = [*cell.words]
     if scale == SMOKE:
-        words += [*SHORT, *map(readable, study.smoke)]
+        words += [*SHORT, *readable(study.smoke)]
         if compose([*words, *more]).augmentation.htm is not None:
             words += MIXING
     return [*words, *more]
@@ -431,7 +445,7 @@ def check_overrides(study: Study, more: Sequence[str]) -> None:
     for word in more:
         for name, row in study.rows.items():
             for own in row.overrides:
-                if overlap(key_of(word), key_of(own)):
+                if overlap(word_of(word).key, word_of(own).key):
                     raise UserError(f"{word}: rows.{name} sets {own}, so it cannot be for all rows")
 
 

@@ -15,6 +15,7 @@ import pandas as pd
 from reproduction.errors import as_typed
 from reproduction.studies.runs import MEASURES, ON_TEST, ON_VALIDATION, Counted, Outcome
 from reproduction.studies.statistics import Line
+from reproduction.studies.study import Study
 
 REPORT = "report"  # the folder of tables beside the runs
 MOST_NAMED = 5  # runs that are not counted
@@ -134,7 +135,7 @@ COLUMNS = [
     Column("{title} [{unit}]", lambda line: spread(line.judged, line.outcome.spec)),
     Column(
         "test top-1 [%]",
-        lambda line: spread(line.values(ON_TEST.name), ON_TEST.spec),
+        lambda line: spread(line.values(ON_TEST), ON_TEST.spec),
         lambda line: line.outcome == ON_VALIDATION,
     ),
     Column("paper [%]", lambda line: formatted(line.printed, ".2f")),
@@ -159,20 +160,15 @@ COLUMNS = [
     Column("selected [%]", mean_of("top1_selected", ".2f"), is_main),
     Column("tokens of easy", mean_of("easy_tokens", ".1f"), is_main),
     Column("tokens of mixed", mean_of("mixed_tokens", ".1f"), is_main),
-    Column("hours", lambda line: hours(line.values("seconds").sum(), 1), is_main),
+    Column("hours", lambda line: hours(line.measured("seconds").sum(), 1), is_main),
     Column("status", lambda line: line.row.status_text or NOTHING, is_main),
 ]
 TITLES = {column.title for column in COLUMNS}
 
 
-def heads_of(line: Line) -> dict[str, str]:
-    """Returns what names a row, by the titles of its columns."""
-    return {title: value_text(value) for title, value in line.row.heads.items()}
-
-
 def texts_of(line: Line) -> dict[str, str]:
-    """Returns the text of each column by its title."""
-    found = heads_of(line)
+    """Returns the text of each column by its title; those that name a row come first."""
+    found = {title: value_text(value) for title, value in line.row.heads.items()}
     for column in COLUMNS:
         if column.is_shown(line):
             found[column.title.format(**vars(line.outcome))] = column.text(line)
@@ -226,6 +222,7 @@ class Table:
     counted: Counted
     notes: list[str]
     extras: dict[str, pd.DataFrame]  # more tables, by their titles
+    study: Study | None = None  # of the runs, if one names them
 
     @property
     def main_sections(self) -> list[Section]:
@@ -301,7 +298,7 @@ def notes_of(counted: Counted) -> Iterator[str]:
     if several:
         yield f"runs of one row are of several versions of code: {'; '.join(several)}"
     revisions = sorted({revision for run in counted.runs for revision in run.revisions})
-    seconds = math.fsum(run.numbers.get("seconds", 0.0) for run in counted.runs)
+    seconds = math.fsum(run.measures.get("seconds", 0.0) for run in counted.runs)
     runs = "1 finished run"
     if len(counted.runs) != 1:
         runs = f"{len(counted.runs)} finished runs"

@@ -76,9 +76,9 @@ def check_capture(config: Config) -> None:
         return
     for door, chosen in chosen_code(config):
         refused = f"compile=cuda-graph {door.word(chosen)}: cannot be captured"
-        if door.part == "inputs":
+        if door.role == "inputs":
             raise UserError(f"{refused}, as it draws on the host")
-        if door.part not in ("tokens", "step"):
+        if door.role not in ("tokens", "step"):
             continue
         with door.refusing(chosen):
             is_capturable = getattr(door.factory(chosen), "capturable", not door.is_own(chosen))
