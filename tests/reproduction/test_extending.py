@@ -149,6 +149,13 @@ def test_a_metric_stands_in_lines_and_tables_and_a_study_is_tested_on_it(here: P
     assert_refused(script("reproduce", "mine.yaml"), "has no recipe.metrics.sure")
 
 
+def test_points_that_differ_in_a_metric_alone_are_each_checked_before_the_first_one(here: Path):
+    metrics = "+recipe.metrics.ece=calibration:error,calibration:eror"
+    result = train("-m", SMALL, metrics, "name='mine-${recipe.metrics.ece}'")
+    assert_refused(result, "recipe.metrics.ece=calibration:eror", "perhaps error")
+    assert not runs()
+
+
 @pytest.mark.slow
 def test_a_metric_is_of_the_images_of_all_ranks():
     run = trained(SMALL, f"+{ECE}", f"+{SURE}", "devices=2", "recipe.epochs=1")
