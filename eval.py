@@ -45,8 +45,10 @@ def main(words: list[str]) -> None:
         say((__doc__ or "").strip())
         return
     options, words = taken(words)
-    asked = of_run if "run" in options else of_file
-    config, files, result = asked(options, words)
+    if "run" in options:
+        config, files, result = of_run(options, words)
+    else:
+        config, files, result = of_file(options, words)
     if "export" in options:
         export(config, files, options)
     elif "images" in options:

@@ -64,10 +64,12 @@ class CheckedLauncher(Launcher):
         ends = list[JobReturn]()
         errors = self.train(sweep.points, initial_job_idx)
         for number, point, error in zip(numbers, sweep.points, errors, strict=True):
-            end = JobReturn(point.words, status=JobStatus.COMPLETED)
-            end.return_value = error or objective(point, command.objective)
-            if error is not None:
-                end.status = JobStatus.FAILED
+            if error is None:
+                end = JobReturn(point.words, status=JobStatus.COMPLETED)
+                end.return_value = objective(point, command.objective)
+            else:
+                end = JobReturn(point.words, status=JobStatus.FAILED)
+                end.return_value = error
                 notes.add_error(number, error)
             ends.append(end)
         return ends

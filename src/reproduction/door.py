@@ -70,8 +70,8 @@ class Door:
 
     def at(self, name: str) -> "Door":
         """Returns the door of one name, if its key has a `*` for them."""
-        key, typed = (text.replace("*", name) for text in (self.key, self.typed))
-        return replace(self, key=key, typed=typed)
+        typed = self.typed.replace("*", name)
+        return replace(self, key=self.key.replace("*", name), typed=typed)
 
     @property
     def typed_key(self) -> str:

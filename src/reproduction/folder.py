@@ -32,7 +32,7 @@ from reproduction.cluster import is_restarted, job_id
 from reproduction.config import Config
 from reproduction.errors import OneLineError, UserError, of_system, warn
 from reproduction.files import flush, naming, write_text
-from reproduction.identity import changes, run_hash, saved
+from reproduction.identity import changes, former_hash, run_hash, saved
 from reproduction.machine import is_first_rank, launched_ranks
 
 
@@ -201,7 +201,7 @@ class RunFolder:
         trained = None  # what earlier revisions recorded
         if self.summary_path.exists():
             trained = self.read_summary().get("run_hash")
-        if trained not in (None, run_hash(config)):
+        if trained not in (None, run_hash(config), former_hash(config)):
             reason = f"its run is {run_hash(config)}, and summary.json is of {trained}"
             raise UserError(f"{self.config_path}: was changed: {reason}")
         return config

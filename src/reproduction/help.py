@@ -157,6 +157,8 @@ def _no_such_file(error: MissingConfigException, message: str) -> str:
         return message
     if group == "hydra":
         group, _, option = option.partition("/")
+        if group not in ("launcher", "sweeper"):
+            return message
         return f"hydra/{group}={option}: is not installed; docs/studies.md names its package"
     options = options_of(group, SEARCHED.findall(str(error)))
     near = nearest(option, options)

@@ -9,6 +9,7 @@ from typing import Any
 
 from reproduction.config import (
     DATA,
+    DATA_SETS,
     HTM_RULES,
     LOSS,
     METRIC,
@@ -127,8 +128,8 @@ def changes_result(key: str) -> bool:
 def settings(config: Config) -> dict[str, Any]:
     """Returns the dotted keys and values that determine a result: the identity of a run.
 
-    The folder of a fixed data set is not among them, as its images may be moved. With another
-    label it is, as it always was.
+    The folder of a fixed data set is not among them, as its images may be moved. Under another
+    label it counts: such runs were always named by it.
     """
     counted = {key: value for key, value in flat(asdict(config)) if changes_result(key)}
     dataset = config.dataset
@@ -164,6 +165,14 @@ def settings_of_evaluation(config: Config) -> dict[str, Any]:
 def run_hash(config: Config) -> str:
     """Returns the hash of the settings: two runs with the same one are the same run."""
     return digest(counted_settings(config))
+
+
+def former_hash(config: Config) -> str:
+    """Returns the `run_hash` of revisions that knew a fixed data set by its label alone."""
+    counted = counted_settings(config)
+    if DATA_SETS.get(config.dataset.name) is not None:
+        counted.pop("dataset.root", None)
+    return digest(counted)
 
 
 def row_hash(config: Config) -> str:

@@ -13,7 +13,7 @@ from types import FrameType
 
 from reproduction.compose import Point, hydra_arguments
 from reproduction.config import TRAIN
-from reproduction.errors import NOTE, OneLineError, PlainError, noted_error, say
+from reproduction.errors import NOTE, Interrupted, OneLineError, PlainError, noted_error, say
 from reproduction.machine import CORES, usable_cores
 
 Environment = dict[str, str]
@@ -119,6 +119,9 @@ def in_processes(points: Sequence[Point], jobs: int) -> Iterator[OneLineError | 
             return None
         if status < 0:
             return PlainError(f"{path}: ended by {signal.Signals(-status).name}")
+        if status == Interrupted.status:
+            kept = f"interrupted; {path} is kept as interrupted"
+            return PlainError(f"{kept}, {point.config.how_to_continue}")
         if note.exists():
             return noted_error(note)
         return PlainError(f"{path}: ended with status {status}; its output is in {log_path}")

@@ -101,7 +101,7 @@ class Settled(NamedTuple):
     sights: dict[Any, Sights]  # by the mode of training
 
 
-NOTHING = Settled([], [], [], [], plans={}, stand_ins=[], sights={})
+NOTHING = Settled(seen=[], blocks=[], modules=[], state=[], plans={}, stand_ins=[], sights={})
 
 
 class Begun(NamedTuple):
@@ -312,7 +312,7 @@ class TokenMixup(nn.Module):
         vtm = self._mixing.vtm.get(index)
         manifold = self._mixing.manifold
         is_source = index in self._mixing.sources()
-        proved_by: Detector | None = None  # a user's own is not
+        proved_by: Detector | None = None  # none for a user's own that does not say reads_map
         if htm is not None and reads_map(self.detect):
             proved_by = self.detect
         elif is_source or vtm is not None:

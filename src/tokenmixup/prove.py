@@ -56,7 +56,7 @@ def check_one_stream(entry: BlockInput) -> None:
     for x in tree_leaves([entry.args[1:], entry.kwargs]):
         if not isinstance(x, Tensor) or x.ndim < 3 or x.shape[:2] != (b, n):
             continue
-        is_mask = x.shape[-1] == n and x.shape != (b, n, d)  # b n n
+        is_mask = x.dtype == torch.bool or (x.shape[-1] == n and x.shape != (b, n, d))  # b n n
         if not is_mask and not torch.equal(x, x[:1].expand_as(x)):
             raise ValueError(f"{entry.name}: gets {list(x.shape)} beside its tokens: {STREAM}")
 

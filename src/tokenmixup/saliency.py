@@ -133,14 +133,8 @@ def _to_sum_1(saliency: Tensor) -> Tensor:
     return saliency / saliency.sum(dim=1, keepdim=True)
 
 
-def stating(detector: Detector, **needs: bool) -> Detector:
-    """Returns a detector with what it states of itself: `reads_map`, `takes_gradient`."""
-    vars(detector).update(needs)
-    return detector
-
-
-stating(by_attention, reads_map=True)
-by_mean_attention = stating(partial(by_attention, class_token=False), reads_map=True)
+setattr(by_attention, "reads_map", True)
+by_mean_attention = partial(by_attention, class_token=False)
 
 
 def by_gradient(entry: BlockInput) -> Tensor:
@@ -155,7 +149,8 @@ def by_gradient(entry: BlockInput) -> Tensor:
     return gradient_saliency(entry.input_gradient, entry.num_spatial_tokens, entry.grid)
 
 
-stating(by_gradient, takes_gradient=True, capturable=False)
+setattr(by_gradient, "takes_gradient", True)
+setattr(by_gradient, "capturable", False)
 
 
 @torch.no_grad()
@@ -175,17 +170,20 @@ def by_rollout(steps: int, entry: BlockInput) -> Tensor:
     return rollout_saliency(maps, adapter.num_prefix_tokens, adapter.reads_class_token)
 
 
+setattr(by_rollout, "reads_map", True)
+
+
 def detector_of(htm: HTM) -> Detector:
     """Returns the configured detector."""
     if htm.rollout_steps > 0:
-        return stating(partial(by_rollout, htm.rollout_steps), reads_map=True)
+        return partial(by_rollout, htm.rollout_steps)
     detector: Detector = rule_of(htm, "detector")
     return detector
 
 
 def takes_gradient(detector: Any) -> bool:
     """Whether a detector states that it needs the input gradient, of the unmixed batch."""
-    return getattr(detector, "takes_gradient", False)
+    return _states(detector, "takes_gradient")
 
 
 def name_of(detector: Any) -> str:
@@ -198,4 +196,11 @@ def name_of(detector: Any) -> str:
 
 def reads_map(detector: Any) -> bool:
     """Whether a detector states that it reads the block's attention map, which is then proved."""
-    return getattr(detector, "reads_map", False)
+    return _states(detector, "reads_map")
+
+
+def _states(detector: Any, need: str) -> bool:
+    """Whether a detector has this attribute, or the function of which it is a partial."""
+    if isinstance(detector, partial) and not hasattr(detector, need):
+        return _states(detector.func, need)
+    return getattr(detector, need, False)

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from reproduction.config import DATA, HTM_RULES, LOSS, MODEL, OPTIMIZER
-from reproduction.identity import FIRST_DEFAULTS, GONE
+from reproduction.identity import FIRST_DEFAULTS, GONE, former_hash, saved
 from reproduction.training import run as training
 from tests.doors import (
     ROOT,
@@ -150,6 +150,18 @@ def test_the_label_of_a_folder_makes_no_data_set_of_ours_of_it():
     words = ("dataset=image_folder", "dataset.name=cifar10")
     assert dry(words, "dataset.root=a")[1] != dry(words, "dataset.root=b")[1]
     assert dry("dataset=cifar10", "dataset.root=a")[1] == dry("dataset=cifar10")[1]
+
+
+def test_a_run_of_before_of_such_a_folder_is_read_and_resumed(here: Path):
+    words = (SMALL, "dataset.name=cifar10", "name=mine")
+    run = trained(words)
+    before = former_hash(saved(run.config))
+    assert before != run.summary["run_hash"]
+    (run.path / "summary.json").write_text(json.dumps(run.summary | {"run_hash": before}))
+    assert_succeeded(evaluate(f"run={run.path}"))
+    steps = len(run.steps)
+    assert_succeeded(train(words, "resume=auto"))
+    assert len(run.steps) == steps
 
 
 NEW = {"recipe.lr": 0.002, "augmentation.htm.tau": 1.0}  # as if they had been added later

@@ -123,6 +123,34 @@ def test_a_process_that_dies_without_a_word_is_told(here: Path, monkeypatch: pyt
             log.write_text("of an earlier job\n")
 
 
+STOPPED = """
+import os, signal, threading, time
+from pathlib import Path
+
+def stop():
+    while not [*Path("outputs").glob("*/metrics.jsonl")]:
+        time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+if "TOKENMIXUP_NOTE" in os.environ:
+    threading.Thread(target=stop, daemon=True).start()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_alone_is_told_how_it_goes_on(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+):
+    Path("sitecustomize.py").write_text(STOPPED)
+    monkeypatch.setenv("PYTHONPATH", str(here))
+    result = train("-m", "jobs=2", "seed=0", SMALL, "recipe.epochs=4000")
+    assert result.status == 1
+    (line,) = result.lines
+    assert "interrupted; outputs/" in line
+    assert "repeat the command with resume=auto to continue" in line
+    assert statuses() == ["interrupted"]
+
+
 def test_a_task_is_one_point_and_a_dry_run_is_none(here: Path):
     sweep = ("-m", "seed=0,1,2", ONE)
     shown = train(sweep, "dry_run=1")

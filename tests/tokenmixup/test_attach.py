@@ -453,7 +453,9 @@ def test_a_detector_put_in_later_is_checked_like_a_configured_one(images, target
 
 
 def test_a_detector_that_does_not_say_that_it_needs_the_gradient_is_told_how(images, targets):
-    detector = partial(by_gradient)
+    def detector(entry: Any) -> Tensor:
+        return by_gradient(entry)
+
     with refused("takes_gradient = True"):
         attached(htm={"layer": 1, "detector": detector})(images, targets)
     setattr(detector, "takes_gradient", True)

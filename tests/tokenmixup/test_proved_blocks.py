@@ -957,9 +957,10 @@ def test_an_own_detector_that_says_so_reads_a_map_that_is_proved():
     module = attached(OnLast, htm={**HTM, "detector": alike})
     assert module(*BATCH).mask.any()
     setattr(alike, "reads_map", True)
-    module = attached(OnLast, htm={**HTM, "detector": alike})
-    with refused("block 2"):
-        module(*BATCH)
+    for detector in (alike, partial(alike), partial(by_attention, class_token=False)):
+        module = attached(OnLast, htm={**HTM, "detector": detector})
+        with refused("block 2"):
+            module(*BATCH)
     expected = attached(Block, htm=HTM)(*BATCH)
     found = attached(Block, htm={**HTM, "detector": alike})(*BATCH)
     assert torch.equal(found.logits, expected.logits)

@@ -162,9 +162,13 @@ def check_unreadable(unreadable: Mapping[int, str], half: Half) -> None:
 
     That is one to evaluate on, or more than one in ONE_IN to train on.
     """
-    most, use, allowed = 0, "evaluate", "none"
+    most = 0
+    use = "evaluate"
+    allowed = "none"
     if half.is_trained_on:
-        most, use, allowed = len(half) // ONE_IN, "train", f"1 in {ONE_IN}"
+        most = len(half) // ONE_IN
+        use = "train"
+        allowed = f"1 in {ONE_IN}"
     if len(unreadable) > most:
         first = next(iter(unreadable.values()))
         count = f"{len(unreadable):,} of {len(half):,} images to {use} on"

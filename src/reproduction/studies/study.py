@@ -250,7 +250,7 @@ def short_names(keys: Sequence[str]) -> list[str]:
     return names
 
 
-def comparisons(trained: Sequence[Cell]) -> dict[str, str]:
+def comparisons(name: str, trained: Sequence[Cell]) -> dict[str, str]:
     """Returns the label of the cell that each one is compared with, by its own label.
 
     A row is compared with one that is no sweep, or with the point of the same values of a sweep.
@@ -265,7 +265,7 @@ def comparisons(trained: Sequence[Cell]) -> dict[str, str]:
         fitting = [base for base in bases if base.values in ({}, cell.values)]
         if not fitting:
             rule = "is a sweep, and a sweep is compared with one over the same values"
-            raise UserError(f"{cell.study}: rows.{cell.row}.against={against}: {rule}")
+            raise UserError(f"{name}: rows.{cell.row}.against={against}: {rule}")
         pairs[cell.label] = fitting[0].label
     return pairs
 
@@ -368,7 +368,7 @@ def part_of(
     called, number = Counter(cell.name for cell in trained).most_common(1)[0]
     if number > 1:
         raise UserError(f"{name}: rows: {number} of them are called {called}")
-    pairs = comparisons(trained)
+    pairs = comparisons(name, trained)
     chosen = seeds_of(study, seeds, scale)
     points = []
     configs = {}
