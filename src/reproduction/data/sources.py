@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from hashlib import sha256
@@ -72,7 +73,8 @@ class Asked:
 
     @classmethod
     def of(cls, dataset: Dataset) -> "Asked":
-        return cls(dataset.source, dataset.root, repr(dataset.options), dataset.options)
+        options = deepcopy(dataset.options)  # which the function may change
+        return cls(dataset.source, dataset.root, repr(options), options)
 
     @property
     def word(self) -> str:
