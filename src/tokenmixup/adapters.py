@@ -18,9 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tokenmixup.attention import AttentionMap
 
-# Methods of timm's models that decide which tokens are the prefix and what the head reads.
-DECIDING = ("_pos_embed", "forward_features", "forward_head", "pool")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
@@ -29,26 +26,18 @@ class Adapter:
     Paths are dotted, such as `encoder.layers`; in `blocks`, `*` is every module of a sequence. A
     block gets its tokens first, `b n d` or a grid `b rows columns d`, and returns them first. HTM
     and VTM work with blocks that compute one softmax over all of their tokens. HTM alone also works
-    with maps of windows or of fewer keys (`geometry`), and without any map (`saliency`). Raises
-    ValueError if `num_prefix_tokens` is no int >= 0, or 0 although the class token is read.
+    with maps of windows or of fewer keys (`geometry`), and without a map by a detector of one's
+    own. Raises ValueError if `num_prefix_tokens` is no int >= 0, or 0 although the class token is
+    read.
     """
 
     blocks: str  # path from the model to the sequence of blocks, such as `layers.*.blocks`
     embed_dim: str | int  # width of the tokens, or the path to it from the model or from `block`
     num_prefix_tokens: int = 0  # tokens before the spatial tokens
     reads_class_token: bool = False  # whether the head reads token 0 and no patch
-    # Path from the model to the module whose output has a token for each patch: `b t d` or
-    # `b rows columns d`. By default `patch_embed` of the module that has the blocks; none if
-    # `blocks` has a `*`, or with `geometry` or `saliency`.
-    patch_embed: str | None = None
-    channels_first: bool = False  # that output is `b d rows columns`, as always of a convolution
-    # Whether patches are square: the image's aspect ratio tells their grid if nothing else does
-    square_patches: bool = False
     in_rows: bool = True  # whether spatial tokens are in the order of the image, row by row
     # (block, map, *args, **kwargs of the block) -> saliency `b t` of its input; any shape of map
     geometry: Callable[..., Tensor] | None = None
-    # (block, *args, **kwargs of the block) -> saliency `b t` of its input; without a map
-    saliency: Callable[..., Tensor] | None = None
 
     def __post_init__(self) -> None:
         number = self.num_prefix_tokens
@@ -60,7 +49,7 @@ class Adapter:
     @property
     def attends_to_all(self) -> bool:
         """Whether each block computes a softmax over all of its tokens."""
-        return self.geometry is None and self.saliency is None
+        return self.geometry is None
 
 
 def swin(block: Any, seen: AttentionMap, x: Tensor) -> Tensor:
@@ -99,7 +88,6 @@ def _stages(blocks: str, geometry: Callable[..., Tensor], in_rows: bool = True) 
     return Adapter(
         blocks=blocks,
         embed_dim="block.attn.dim",
-        square_patches=True,
         in_rows=in_rows,
         geometry=geometry,
     )
@@ -112,8 +100,6 @@ def _huggingface(
     return Adapter(
         blocks=f"{name}.{blocks}",
         embed_dim="config.hidden_size",
-        patch_embed=f"{name}.embeddings.patch_embeddings.projection",
-        channels_first=True,
         num_prefix_tokens=num_prefix_tokens,
         reads_class_token=reads_class_token,
     )
@@ -125,8 +111,6 @@ ADAPTERS = {  # models that work without an adapter of the user's
     "torchvision.models.vision_transformer.VisionTransformer": Adapter(
         blocks="encoder.layers",
         embed_dim="hidden_dim",
-        patch_embed="conv_proj",
-        channels_first=True,
         num_prefix_tokens=1,
         reads_class_token=True,
     ),
@@ -157,13 +141,9 @@ def timm_adapter(model: Any) -> Adapter:
     joins_later = hasattr(model, "blocks_token_only")  # CaiT's class token has blocks of its own
     num_prefix_tokens = 0 if joins_later else getattr(model, "num_prefix_tokens", 0)
     pools_token = getattr(model, "global_pool", None) == "token"
-    patch_embed = getattr(model, "patch_embed", None)
-    patch_size = getattr(patch_embed, "patch_size", None)
-    is_square = not isinstance(patch_size, tuple) or len(set(patch_size)) == 1
     return Adapter(
         blocks="blocks",
         embed_dim="embed_dim",
-        square_patches=is_square,
         num_prefix_tokens=num_prefix_tokens,
         reads_class_token=pools_token and num_prefix_tokens > 0 and has_class_token(model),
     )
@@ -212,17 +192,6 @@ def width_of(model: Any, block: nn.Module, adapter: Adapter) -> int:
     return width
 
 
-def patch_embed_of(model: Any, adapter: Adapter) -> nn.Module | None:
-    """Returns the module whose output has one token for each patch, if it is known."""
-    if adapter.patch_embed is not None:
-        return _follow(model, adapter.patch_embed, "patch_embed")
-    if not adapter.attends_to_all or "*" in adapter.blocks:
-        return None
-    beside = model.get_submodule(adapter.blocks.rpartition(".")[0])
-    embed = getattr(beside, "patch_embed", None)
-    return embed if isinstance(embed, nn.Module) else None
-
-
 def _follow(start: Any, path: str, field: str) -> Any:
     """Returns what a path of the adapter leads to. Raises ValueError if the path is wrong."""
     try:
@@ -238,33 +207,15 @@ def checked_adapter_of(model: Any) -> Adapter:
     """
     adapter = adapter_of(model)
     name = type(model).__name__
-    if adapter.blocks == "blocks" and not hasattr(model, "blocks"):
+    if adapter.blocks != "blocks":  # of a known class
+        return adapter
+    if not hasattr(model, "blocks"):
         raise ValueError(f"{name} has no sequence named blocks; it needs an Adapter")
-    own = _own_way(model, adapter)
-    if own is not None:
-        must = "an Adapter must say num_prefix_tokens and reads_class_token"
-        raise ValueError(f"{name} has its own {own}: {must}")
-    return adapter
-
-
-def _own_way(model: Any, adapter: Adapter) -> str | None:
-    """Names what keeps timm's names from telling which tokens are the prefix, if anything does."""
-    kinds = type(model).__mro__
-    foreign = [kind for kind in kinds if not kind.__module__.startswith("timm.")]
-    if len(foreign) < len(kinds):  # a model of timm's, or made from one
-        for name in DECIDING:
-            if name in vars(model) or any(name in vars(kind) for kind in foreign):
-                return name
-        if getattr(model, "global_pool", None) == "":
-            return "way to pool (global_pool='')"
-        return None
     names_prefix = hasattr(model, "num_prefix_tokens") or hasattr(model, "blocks_token_only")
-    if names_prefix or adapter.num_prefix_tokens > 0:
-        return None
-    if has_class_token(model):
-        return "class token"
-    tells_patches = patch_embed_of(model, adapter) is not None  # by how many tokens it returns
-    return None if tells_patches else "way to make tokens (no patch_embed)"
+    if not names_prefix and has_class_token(model):
+        must = "an Adapter must say num_prefix_tokens and reads_class_token"
+        raise ValueError(f"{name} has a class token: {must}")
+    return adapter
 
 
 def check_unwrapped(model: Any) -> None:
@@ -274,17 +225,7 @@ def check_unwrapped(model: Any) -> None:
         reason = "is already compiled: attach first, then compile the module"
     elif isinstance(model, nn.DataParallel | DistributedDataParallel):
         reason = "attach first, then wrap"
-    elif isinstance(model, nn.Module) and is_sharded(model):
-        reason = "is sharded by fully_shard: attach first, then shard"
     elif hasattr(model, "scorenets"):
         reason = "is already attached to"
     if reason is not None:
         raise ValueError(f"{type(model).__name__}: {reason}")
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP's `fully_shard` holds parameters of the model; imports nothing of it."""
-    for module in model.modules():
-        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
-            return True
-    return False

@@ -29,12 +29,6 @@ class AttentionMap:
     scale: float = 1.0  # of the scores
     weights: Tensor | None = None  # b h .. q k, after softmax
 
-    def of(self, samples: int) -> "AttentionMap":
-        """Returns the map of the first samples."""
-        parts = (self.q, self.k, self.mask, self.weights)
-        q, k, mask, weights = (x if x is None else x[:samples] for x in parts)
-        return AttentionMap(q, k, mask, self.scale, weights)
-
     def probabilities(self, queries: int | None = None) -> Tensor:
         """Returns the map of the first queries; each row sums to 1.
 

@@ -1,14 +1,12 @@
 """What `attach` does to a transformer, without editing it: HTM, VTM and manifold mixup.
 
-During a training pass another function stands in for `forward` of the modules in brackets. It does
+During a training pass another function stands in for `forward` of the blocks. It does
 not matter what a block consists of: its attention map is seen while the block computes it (see
 `watch.py`), and for VTM that attention gets keys and values of m tokens of memory beside those of
 the block's own n. Evaluation is the plain model, bit for bit.
 
-    images, targets          checked; what is assumed of a block is tried out (`prove.py`);
+    images, targets          checked; what is asked of a block (`contract.py`), once;
         |                    the draws of manifold mixup; the input gradient, if HTM takes it
-        |
-    [patch embedding]        says how many patches there are, and in which grid
         |
         | tokens b n d
     [block]  ................ manifold mixup, if this layer is drawn: tokens, targets
@@ -28,13 +26,12 @@ the block's own n. Evaluation is the plain model, bit for bit.
 Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes, m memory, h w image.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
@@ -44,72 +41,22 @@ from tokenmixup.adapters import (
     blocks_of,
     check_unwrapped,
     checked_adapter_of,
-    is_sharded,
-    patch_embed_of,
     width_of,
 )
-from tokenmixup.block import Forward, PlainModule, Plan, plain_forward
+from tokenmixup.block import Forward, Plain, Plan
 from tokenmixup.contexts import evaluating
+from tokenmixup.contract import check_block, check_model
 from tokenmixup.horizontal import PAPER, HorizontalMix
-from tokenmixup.kept import generators_of, unchanged
 from tokenmixup.manifold import ManifoldMix, draw_manifold_mix
 from tokenmixup.needs import Mixing, check_layers, check_needs
 from tokenmixup.output import Output
-from tokenmixup.passes import Pass, PatchEmbedding, run_in_pass
-from tokenmixup.prove import (
-    Sights,
-    are_proved,
-    can_run_alone,
-    check_block,
-    is_unchanged,
-    mode_of,
-    modules_of,
-    state_of,
-)
+from tokenmixup.passes import Pass, run_in_pass
 from tokenmixup.rules import rules_of
-from tokenmixup.saliency import (
-    Detector,
-    by_attention,
-    detector_of,
-    input_gradient,
-    reads_map,
-    takes_gradient,
-)
+from tokenmixup.saliency import Detector, by_attention, detector_of, input_gradient, takes_gradient
 from tokenmixup.scorenet import ScoreNet
 from tokenmixup.settings import HTM, VTM, ManifoldMixup, built
 
 SUM_ROUNDING = 0.01  # of the sum of 1,000 smoothed probabilities in bfloat16
-
-
-class StandIn(NamedTuple):
-    """What runs instead of the `forward` of a module during a pass."""
-
-    module: nn.Module
-    own: Forward | None  # what the instance has as `forward`; None: that of its class
-    forward: Forward
-
-
-class Settled(NamedTuple):
-    """What is known of a model, as long as it is what was `seen`, and its blocks' `state`."""
-
-    seen: list[Any]
-    blocks: list[nn.Module]
-    modules: list[nn.Module]  # of the blocks that something touches
-    state: list[Any]  # of these modules
-    plans: dict[int, Plan]  # by index, of the blocks that something touches
-    stand_ins: list[StandIn]
-    sights: dict[Any, Sights]  # by the mode of training
-
-
-NOTHING = Settled(seen=[], blocks=[], modules=[], state=[], plans={}, stand_ins=[], sights={})
-
-
-class Begun(NamedTuple):
-    """What is computed, drawn and asked before a pass runs."""
-
-    gradient: Tensor | None  # b h w, of the input
-    manifold: ManifoldMix | None  # the draws
-    is_proved: bool  # whether each block has been tried out
 
 
 class TokenMixup(nn.Module):
@@ -161,24 +108,31 @@ class TokenMixup(nn.Module):
         )
         self._given_adapter = adapter
         self.adapter = adapter or adapter_of(model)
-        self._settled = NOTHING
-        self._sights: Sights = {}  # in the present mode of training
-        self._running: list[Pass] = []  # the pass while it runs, which the stand-ins outlive
+        self._running: list[Pass] = []  # the pass while it runs
+        self._forget()
         if self._mixing.touched() or checkpoint_blocks:
             check_unwrapped(model)
             self._look_up()
         self.scorenets = nn.ModuleDict({str(x): self._new_scorenet(x) for x in self._mixing.htm})
 
+    def _forget(self) -> None:
+        """Forgets what is known of the model."""
+        self._known: list[Any] = []  # what it was found to be
+        self._blocks: list[Plain] = []
+        self._plans: dict[int, Plan] = {}  # by index, of the blocks that something touches
+        self._stand_ins: list[tuple[Plain, Forward]] = []  # what runs instead of their `forward`
+        self._is_checked = False  # whether the blocks keep the contract
+
     def __getstate__(self) -> dict[str, Any]:
-        """A copy settles its own: plans, proofs and stand-ins hold modules of this one."""
-        return {**vars(self), "_settled": NOTHING, "_sights": {}}
+        """A copy has its own plans and stand-ins: these hold modules of this one."""
+        return {**vars(self), "_known": [], "_blocks": [], "_plans": {}, "_stand_ins": []}
 
     def _new_scorenet(self, layer: int) -> ScoreNet:
         assert self.htm is not None  # it has layers
         pooling = self.htm.pooling
         if pooling == "auto":
             pooling = "class_token" if self.adapter.reads_class_token else "attention"
-        width = width_of(self.model, self._settled.blocks[layer], self.adapter)
+        width = width_of(self.model, self._blocks[layer].module, self.adapter)
         scorenet = ScoreNet(width, self.num_classes, pooling, self.htm.stop_gradient)
         like = next(self.model.parameters())
         return scorenet.to(like.device, like.dtype)
@@ -194,15 +148,13 @@ class TokenMixup(nn.Module):
         """Checks the batch, draws what is drawn for it as a whole, and runs the pass."""
         if not self.training:
             return logits_of(self.model(images))
-        begun = self._begin(images, targets)
+        gradient, manifold = self._begin(images, targets)
         assert targets is not None  # or the batch was refused
         try:
-            if not begun.is_proved and get_eval_frame_callback():  # a compiler's
-                self._run_apart(images, targets, begun)
             # A compiler would trace the backward pass under the autocast of this call. With "off"
             # it has none, as in eager mode: ScoreNet's gradients have its parameters' precision.
             with functorch_config.patch("backward_pass_autocast", "off"):
-                return self._run(images, targets, begun.gradient, begun.manifold)
+                return self._run(images, targets, gradient, manifold)
         except FloatingPointError as error:
             are_finite = images.flatten(1).isfinite().all(dim=1)
             bad = (~are_finite).nonzero().flatten().tolist()
@@ -210,13 +162,7 @@ class TokenMixup(nn.Module):
                 raise
             raise FloatingPointError(f"images{bad}: not finite; {error}") from error
         finally:
-            take_away(self._settled.stand_ins)
-
-    @torch.compiler.disable
-    def _run_apart(self, images: Tensor, targets: Tensor, begun: Begun) -> None:
-        """Runs a pass that proves the blocks before a compiler meets them, and leaves nothing."""
-        with unchanged(self.model, *generators_of(images.device)):
-            self._run(images, targets, begun.gradient, begun.manifold)
+            self._end()
 
     def _run(
         self,
@@ -226,10 +172,9 @@ class TokenMixup(nn.Module):
         manifold: ManifoldMix | None,
     ) -> Output:
         state = Pass(
-            plans=self._settled.plans,
+            plans=self._plans,
             scorenets=self.scorenets,
             rules=self.rules,
-            sights=self._sights,
             targets=targets,
             image_size=images.shape[2:],
             input_gradient=input_gradient,
@@ -244,7 +189,7 @@ class TokenMixup(nn.Module):
         return state.output(logits, score_loss_weight)
 
     @torch.compiler.disable
-    def _begin(self, images: Tensor, targets: Any) -> Begun:
+    def _begin(self, images: Tensor, targets: Any) -> tuple[Tensor | None, ManifoldMix | None]:
         """Checks a batch, and the model if that has changed; computes the input gradient.
 
         Then draws for manifold mixup, and lets the stand-ins of the pass take over.
@@ -254,83 +199,58 @@ class TokenMixup(nn.Module):
         check_batch(images, targets, self.num_classes)
         if self._mixing.touched() or self.checkpoint_blocks:
             self._look_up()
-            mode = mode_of(self._settled.modules, images)
-            self._sights = self._settled.sights.setdefault(mode, {})
+        if not self._is_checked:
+            check_model(self.model, self._plans, images)
+            self._is_checked = True
         gradient = self._input_gradient(images, targets)
         manifold = None
         if self._mixing.manifold is not None:
             manifold = draw_manifold_mix(self._mixing.manifold, images)
-        for each in self._settled.stand_ins:
-            vars(each.module)["forward"] = each.forward
-        return Begun(gradient, manifold, are_proved(self._settled.plans, self._sights))
+        for plain, forward in self._stand_ins:
+            vars(plain.module)["forward"] = forward
+        return gradient, manifold
+
+    @torch.compiler.disable
+    def _end(self) -> None:
+        """Takes the stand-ins away, whatever has become of them."""
+        for plain, _ in self._stand_ins:
+            vars(plain.module).pop("forward", None)
+            if plain.own is not None:
+                vars(plain.module)["forward"] = plain.own
 
     def _look_up(self) -> None:
-        """Settles what is known of the model, unless it is as it was.
+        """Looks up the blocks, and plans what happens at each, unless they are as they were.
 
-        Raises ValueError if it cannot serve.
+        Raises ValueError if the model cannot serve.
         """
         adapter = self._given_adapter or checked_adapter_of(self.model)
-        blocks = blocks_of(self.model, adapter)
-        embedding = patch_embed_of(self.model, adapter)
-        device = next(self.model.parameters()).device
-        seen = [type(self), adapter, self.detect, self.checkpoint_blocks, device]
-        for module in (self.model, *blocks, embedding):  # FSDP changes types
-            seen += [module, type(module), getattr(module, "forward", None)]
-        settled = self._settled
-        if seen == settled.seen and is_unchanged(settled.modules, settled.state):
+        modules = blocks_of(self.model, adapter)
+        blocks = [Plain(x, vars(x).get("forward")) for x in modules]
+        known = [adapter, self.detect, self.checkpoint_blocks, blocks]
+        if known == self._known:
             return  # keeps the plans, whose identity torch.compile guards
-        check_layers(self._mixing, self.model, blocks, adapter)
-        check_needs(self._mixing, self.detect, self.model, adapter, is_sharded(self))
+        check_layers(self._mixing, self.model, modules, adapter)
+        check_needs(self._mixing, self.detect, self.model, adapter)
+        self._forget()
+        self._known = known
+        self._blocks = blocks
         self.adapter = adapter
-        can_run = can_run_alone(self.model, device)
-        touched = self._mixing.touched()
-        plans = {index: self._plan(index, blocks, can_run) for index in touched}
-        stand_ins = self._stand_ins(blocks, plans, embedding)
-        modules = modules_of(blocks[index] for index in touched)
-        state = state_of(modules)
-        self._settled = Settled(seen, blocks, modules, state, plans, stand_ins, sights={})
-
-    def _stand_ins(
-        self, blocks: Sequence[nn.Module], plans: Mapping[int, Plan], embedding: nn.Module | None
-    ) -> list[StandIn]:
-        """Returns those of the embedding, and of blocks that something touches or reruns."""
-        runs: dict[nn.Module, Forward] = {}
         for index, block in enumerate(blocks):
-            if index in plans:
-                runs[block] = partial(run_in_pass, self._running, Pass.run_block, plans[index])
+            if index in self._mixing.touched():
+                plan = self._plans[index] = Plan(
+                    index=index,
+                    name=f"block {index} ({type(block.module).__name__})",
+                    blocks=blocks[index:],
+                    adapter=adapter,
+                    htm=self._mixing.htm.get(index),
+                    detect=self.detect,
+                    vtm=self._mixing.vtm.get(index),
+                    is_source=index in self._mixing.sources(),
+                )
+                check_block(plan)
+                self._stand_ins.append((block, partial(run_in_pass, self._running, plan)))
             elif self.checkpoint_blocks:
-                runs[block] = partial(checkpoint, plain_forward(block), use_reentrant=False)
-        if plans and embedding is not None:
-            is_convolution = isinstance(embedding, nn.Conv2d)
-            channels_first = is_convolution or self.adapter.channels_first
-            part = PatchEmbedding(plain_forward(embedding), channels_first)
-            runs[embedding] = partial(run_in_pass, self._running, Pass.embed, part)
-        return [StandIn(x, vars(x).get("forward"), run) for x, run in runs.items()]
-
-    def _plan(self, index: int, blocks: Sequence[nn.Module], can_run: bool) -> Plan:
-        htm = self._mixing.htm.get(index)
-        vtm = self._mixing.vtm.get(index)
-        manifold = self._mixing.manifold
-        is_source = index in self._mixing.sources()
-        proved_by: Detector | None = None  # none for a user's own that does not say reads_map
-        if htm is not None and reads_map(self.detect):
-            proved_by = self.detect
-        elif is_source or vtm is not None:
-            proved_by = by_attention
-        plan = Plan(
-            index=index,
-            name=f"block {index} ({type(blocks[index]).__name__})",
-            blocks=[PlainModule(block, plain_forward(block)) for block in blocks[index:]],
-            adapter=self.adapter,
-            htm=htm,
-            detect=self.detect,
-            vtm=vtm,
-            is_mixed=htm is not None or (manifold is not None and index in manifold.layers),
-            is_source=is_source,
-            proved_by=proved_by if can_run else None,
-        )
-        check_block(plan)
-        return plan
+                self._stand_ins.append((block, partial(checkpoint, block.run, use_reentrant=False)))
 
     def _input_gradient(self, images: Tensor, targets: Tensor) -> Tensor | None:
         """Returns the input gradient if HTM takes it."""
@@ -347,7 +267,7 @@ class TokenMixup(nn.Module):
         waits for the gradients of the ScoreNets: wrap the module again.
         """
         self._mixing = Mixing()
-        self._settled = NOTHING
+        self._forget()
         self.scorenets.requires_grad_(False)
 
     @torch.no_grad()
@@ -396,15 +316,6 @@ class TokenMixup(nn.Module):
 attach = TokenMixup  # `attach(model, ...)` says what happens to the model
 
 
-@torch.compiler.disable
-def take_away(stand_ins: Sequence[StandIn]) -> None:
-    """Takes the stand-ins away, whatever has become of them."""
-    for each in stand_ins:
-        vars(each.module).pop("forward", None)
-        if each.own is not None:
-            vars(each.module)["forward"] = each.own
-
-
 def check_batch(images: Any, targets: Any, num_classes: int) -> None:
     """Raises TypeError without targets, ValueError unless `b 3 h w` and probabilities `b c`.
 
@@ -419,8 +330,6 @@ def check_batch(images: Any, targets: Any, num_classes: int) -> None:
     if found != shape or not len(images):
         must = f"must be probabilities b c of at least one image, here {shape}"
         raise ValueError(f"targets {found}: {must}, such as F.one_hot(classes, c)")
-    if targets.layout != torch.strided or images.layout != torch.strided:
-        raise ValueError("images and targets: must be dense tensors, such as targets.to_dense()")
     if targets.device.type != "cpu":  # to read the values would be to wait for the GPU
         return
     sums = targets.sum(dim=1, dtype=torch.float32)

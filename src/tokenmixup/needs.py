@@ -5,12 +5,10 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from tokenmixup.adapters import Adapter, has_class_token, width_of
+from tokenmixup.adapters import Adapter, width_of
 from tokenmixup.block import Detector
-from tokenmixup.saliency import name_of, takes_gradient
+from tokenmixup.saliency import takes_gradient
 from tokenmixup.settings import HTM, VTM, ManifoldMixup
-
-OWN_ROPE = ("rope_mixed", "rope_is_mixed")  # of timm's models: positions of each block's own
 
 
 @dataclass
@@ -52,43 +50,21 @@ def check_layers(
         raise ValueError(f"htm.layer={list(mixing.htm)}: must lie in one stage of {kind}")
 
 
-def check_needs(
-    mixing: Mixing, detect: Detector, model: nn.Module, adapter: Adapter, is_sharded: bool
-) -> None:
-    """Raises ValueError for a setting, or HTM's detector, that the blocks cannot serve.
-
-    `is_sharded`: FSDP holds the parameters, and gathers them for one pass.
-    """
-    over_all = adapter.attends_to_all
-    has_prefix = adapter.num_prefix_tokens > 0
-    has_token = adapter.reads_class_token or (has_prefix and has_class_token(model))
-
-    def need(key: str, needed: str, is_met: bool) -> None:
-        if not is_met:
-            kind = type(model).__name__
-            raise ValueError(f"{key}: needs {needed}, which {kind} does not have")
-
-    for layer, vtm in mixing.vtm.items():
-        need(f"vtm.layer={layer}", "attention over all tokens", over_all)
-        if vtm.class_token_offset == "published":
-            need("vtm.class_token_offset=published", "a class token in the blocks", has_token)
-    for htm in mixing.htm.values():
-        if htm.pooling == "class_token":
-            need("htm.pooling=class_token", "a class token in the blocks", has_token)
-        if htm.rollout_steps:
-            key = f"htm.rollout_steps={htm.rollout_steps}"
-            shares_rope = not any(getattr(model, name, False) for name in OWN_ROPE)
-            need(key, "attention over all tokens", over_all)
-            need(key, "blocks that share their rotary positions", shares_rope)
-            need(key, "parameters without FSDP", not is_sharded)
-    if mixing.htm and takes_gradient(detect):
-        detector = f"detector={name_of(detect)}"
-        need(f"htm.{detector}", "tokens row by row", adapter.in_rows)
-        need(f"htm.{detector}", "parameters without FSDP", not is_sharded)
-        layers = [*mixing.htm]
-        reason = f"with {detector}, whose saliency is that of the unmixed batch"
-        if len(layers) > 1:
-            raise ValueError(f"htm.layer={layers}: must be one layer {reason}")
-        if mixing.manifold is not None and min(mixing.manifold.layers) <= layers[0]:
-            must = f"must be above htm.layer={layers[0]} {reason}"
-            raise ValueError(f"manifold_mixup.layers={list(mixing.manifold.layers)}: {must}")
+def check_needs(mixing: Mixing, detect: Detector, model: nn.Module, adapter: Adapter) -> None:
+    """Raises ValueError for VTM, rollout or a detector that the blocks cannot serve."""
+    rolls_out = any(htm.rollout_steps for htm in mixing.htm.values())
+    if (mixing.vtm or rolls_out) and not adapter.attends_to_all:
+        key = "vtm.layer" if mixing.vtm else "htm.rollout_steps"
+        kind = type(model).__name__
+        raise ValueError(f"{key}: needs attention over all tokens, which {kind} does not have")
+    if rolls_out and getattr(model, "rope_mixed", False):  # timm's
+        raise ValueError("htm.rollout_steps: must be 0, each block has rotary positions of its own")
+    if not (mixing.htm and takes_gradient(detect)):
+        return
+    layers = [*mixing.htm]
+    reason = "with detector=gradient, whose saliency is that of the unmixed batch"
+    if len(layers) > 1:
+        raise ValueError(f"htm.layer={layers}: must be one layer {reason}")
+    if mixing.manifold is not None and min(mixing.manifold.layers) <= layers[0]:
+        must = f"must be above htm.layer={layers[0]} {reason}"
+        raise ValueError(f"manifold_mixup.layers={list(mixing.manifold.layers)}: {must}")

@@ -6,7 +6,6 @@ Letters: b batch, h heads, n tokens with prefix, t spatial tokens; of an image h
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -14,17 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmixup.attention import AttentionMap
-from tokenmixup.block import (
-    BlockInput,
-    Detector,
-    returned_tokens,
-    run_to_attention,
-    run_watched,
-)
+from tokenmixup.block import BlockInput, Detector, run_watched
 from tokenmixup.contexts import evaluating, without_autocast
 from tokenmixup.rules import rule_of
-from tokenmixup.settings import HTM, RULES
-from tokenmixup.watch import Sight
+from tokenmixup.settings import HTM
 
 
 @torch.no_grad()
@@ -104,13 +96,9 @@ def by_attention(entry: BlockInput, class_token: bool | None = None) -> Tensor:
     `class_token`: True takes the class token's row of the map, False the mean over all rows, None
     the row if the head reads the class token.
     """
-    adapter = entry.adapter
-    if adapter.saliency is not None:
-        with torch.no_grad():
-            return _to_sum_1(adapter.saliency(entry.block, *entry.args, **entry.kwargs))
     # Gradients are recorded as in training, since a block may ask for them; the map has none.
-    seen = run_to_attention(entry).kept_map()
-    return saliency_of_map(seen, entry, class_token)
+    _, watching = run_watched(entry, ends=True)
+    return saliency_of_map(watching.map(), entry, class_token)
 
 
 @torch.no_grad()
@@ -120,7 +108,8 @@ def saliency_of_map(
     """Returns the saliency that the block's own map gives its tokens, `b t`."""
     adapter = entry.adapter
     if adapter.geometry is not None:
-        return _to_sum_1(adapter.geometry(entry.block, seen, *entry.args, **entry.kwargs))
+        saliency = adapter.geometry(entry.block, seen, *entry.args, **entry.kwargs)
+        return saliency / saliency.sum(dim=1, keepdim=True)
     if class_token is None:
         class_token = adapter.reads_class_token
     received = seen.received(queries=1 if class_token else None)  # b n
@@ -129,11 +118,6 @@ def saliency_of_map(
     return received[:, adapter.num_prefix_tokens :]
 
 
-def _to_sum_1(saliency: Tensor) -> Tensor:
-    return saliency / saliency.sum(dim=1, keepdim=True)
-
-
-setattr(by_attention, "reads_map", True)
 by_mean_attention = partial(by_attention, class_token=False)
 
 
@@ -143,8 +127,7 @@ def by_gradient(entry: BlockInput) -> Tensor:
         raise ValueError("htm.detector: one that calls by_gradient must say takes_gradient = True")
     if entry.grid is None:
         raise ValueError(
-            "htm.detector=gradient: the grid of the patches is not known; "
-            "Adapter needs patch_embed, or square_patches=True of patches that cover the image"
+            "htm.detector=gradient: the tokens are no grid of square patches, row by row"
         )
     return gradient_saliency(entry.input_gradient, entry.num_spatial_tokens, entry.grid)
 
@@ -164,13 +147,9 @@ def by_rollout(steps: int, entry: BlockInput) -> Tensor:
         entry = replace(entry, plan=of_step)
         with evaluating(entry.block):
             out, watching = run_watched(entry)
-        maps.append(watching.kept_map().probabilities())
-        # what is proved of the first block is no other's
-        entry = replace(entry.with_tokens(returned_tokens(entry, out)), sight=Sight())
+        maps.append(watching.map().probabilities())
+        entry = entry.with_tokens(out if isinstance(out, Tensor) else out[0])
     return rollout_saliency(maps, adapter.num_prefix_tokens, adapter.reads_class_token)
-
-
-setattr(by_rollout, "reads_map", True)
 
 
 def detector_of(htm: HTM) -> Detector:
@@ -182,25 +161,10 @@ def detector_of(htm: HTM) -> Detector:
 
 
 def takes_gradient(detector: Any) -> bool:
-    """Whether a detector states that it needs the input gradient, of the unmixed batch."""
-    return _states(detector, "takes_gradient")
+    """Whether a detector states that it needs the input gradient, of the unmixed batch.
 
-
-def name_of(detector: Any) -> str:
-    """Returns the name by which settings choose a detector of ours, or that of a function."""
-    for name, path in RULES["detector"].items():
-        if resolve_name(path) is detector:
-            return name
-    return getattr(detector, "__name__", str(detector))
-
-
-def reads_map(detector: Any) -> bool:
-    """Whether a detector states that it reads the block's attention map, which is then proved."""
-    return _states(detector, "reads_map")
-
-
-def _states(detector: Any, need: str) -> bool:
-    """Whether a detector has this attribute, or the function of which it is a partial."""
-    if isinstance(detector, partial) and not hasattr(detector, need):
-        return _states(detector.func, need)
-    return getattr(detector, need, False)
+    It has the attribute, or the function of which it is a partial.
+    """
+    if isinstance(detector, partial) and not hasattr(detector, "takes_gradient"):
+        return takes_gradient(detector.func)
+    return getattr(detector, "takes_gradient", False)

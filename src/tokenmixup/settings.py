@@ -37,13 +37,15 @@ RULES: dict[str, dict[str, str]] = {
 }
 
 
+PER_LAYER = ("layer", "tau", "rho", "kappa")  # options of one value, or a list for several layers
+
+
 class Option(NamedTuple):
     """The values of an option."""
 
     allowed: str
     is_allowed: Callable[[Any], bool]
     convert: Callable[[Any], Any] = lambda x: x  # a valid value
-    per_layer: bool = False  # one value for all layers, or a list with one for each
     choices: Sequence[Any] = ()  # if it has names
 
 
@@ -51,87 +53,59 @@ def _option(
     allowed: str,
     is_allowed: Callable[[Any], bool],
     convert: Callable[[Any], Any],
-    *,
     default: Any = MISSING,
-    per_layer: bool = False,
 ) -> Any:
     """Declares an option with a range. An option without one has the choices of its type."""
-    option = Option(allowed, is_allowed, convert, per_layer)
-    return field(default=default, metadata={"option": option})
+    return field(default=default, metadata={"option": Option(allowed, is_allowed, convert)})
 
 
 def _blocks(least: int) -> Any:
     """Declares an option that is the index of a block, or several."""
     allowed = f"an integer >= {least}, or several in rising order"
-    return _option(allowed, _at_least(least), int, per_layer=True)
+    return _option(allowed, _within(least, kind=Integral), int)
 
 
 def _threshold(allowed: str, most: float) -> Any:
     """Declares an option that is a number from 0 on, infinite, or chosen by a rule."""
-
-    def is_threshold(x: Any) -> bool:
-        if isinstance(x, str):
-            return x == AUTO
-        return _within(0, most)(x) or _is_infinite(x)
-
+    is_number = _within(0, most)
     return _option(
         f"auto, {allowed} or inf, or one for each layer",
-        is_threshold,
+        lambda x: x in (AUTO, math.inf) or is_number(x),
         lambda x: x if x == AUTO else float(x),
-        default=AUTO,
-        per_layer=True,
+        AUTO,
     )
 
 
-def allowed_of(settings: Any) -> dict[str, Option]:
-    """Returns the options of HTM, VTM or ManifoldMixup by name."""
-    found = {}
-    for x in fields(settings):
-        option = x.metadata.get("option")
-        if x.name in RULES:
-            option = settings.rule(x.name)
-        found[x.name] = option or _one_of(x.type)
-    return found
-
-
-def _one_of(kind: Any) -> Option:
-    """Returns the option whose values are those of a Literal, or of bool."""
-    choices = get_args(kind) or (True, False)
-    words = ", ".join(str(choice).lower() for choice in choices)
-
-    def is_choice(x: Any) -> bool:  # 1 equals True, but is none
-        return any(type(x) is type(choice) and x == choice for choice in choices)
-
-    return Option(f"one of {words}", is_choice, choices=choices)
+def _within(low: float, high: float = math.inf, kind: Any = Real) -> Callable[[Any], bool]:
+    """Tests for a number of Python or numpy; a bool is refused, though it is an int."""
+    return lambda x: isinstance(x, kind) and not isinstance(x, bool) and bool(low <= x <= high)
 
 
 def _is_list(x: Any) -> bool:
     return isinstance(x, Sequence) and not isinstance(x, str)
 
 
-def _at_least(least: int) -> Callable[[Any], bool]:
-    """Tests for an integer of Python or numpy; a bool is refused, though it is an int."""
-    return lambda x: isinstance(x, Integral) and not isinstance(x, bool) and int(x) >= least
-
-
-def _within(low: float, high: float) -> Callable[[Any], bool]:
-    """Tests for a number of Python or numpy; a bool is refused, though it is an int."""
-    return lambda x: isinstance(x, Real) and not isinstance(x, bool) and low <= float(x) <= high
-
-
-def _is_infinite(x: Any) -> bool:
-    return isinstance(x, Real) and float(x) == math.inf
-
-
 def _are_blocks(x: Any) -> bool:
     """Whether it is a list of different indices."""
-    if not _is_list(x) or not x:
-        return False
-    return all(map(_at_least(0), x)) and len(set(x)) == len(x)
+    return _is_list(x) and all(map(_within(0, kind=Integral), x)) and 0 < len(set(x)) == len(x)
 
 
-def _ints(numbers: Sequence[Any]) -> list[int]:
-    return [int(x) for x in numbers]
+def allowed_of(settings: Any) -> dict[str, Option]:
+    """Returns the options of HTM, VTM or ManifoldMixup by name."""
+    found = {}
+    for x in fields(settings):
+        if x.name in RULES:
+            found[x.name] = settings.rule(x.name)
+        else:
+            found[x.name] = x.metadata.get("option") or _one_of(get_args(x.type) or (True, False))
+    return found
+
+
+def _one_of(choices: Sequence[Any]) -> Option:
+    """Returns the option whose values are some words, or the two of bool; 1 is none of these."""
+    words = ", ".join(str(choice).lower() for choice in choices)
+    kinds = (str, bool)
+    return Option(f"one of {words}", lambda x: type(x) in kinds and x in choices, choices=choices)
 
 
 class _Settings:
@@ -149,9 +123,7 @@ class _Settings:
     def __post_init__(self) -> None:
         for name, option in allowed_of(type(self)).items():
             given = getattr(self, name)
-            values = [given]
-            if option.per_layer and _is_list(given):
-                values = list(given)
+            values = list(given) if name in PER_LAYER and _is_list(given) else [given]
             if not values or not all(map(option.is_allowed, values)):
                 raise ValueError(f"{self.key}.{name}={given!r}: must be {option.allowed}")
             checked = [option.convert(value) for value in values]
@@ -245,7 +217,7 @@ class HTM(_Layered):
     pooling: Literal["auto", "attention", "average", "class_token"] = "auto"
     stop_gradient: bool = False
     detector: str | Callable[[Any], Any] = "attention"
-    rollout_steps: int = _option("an integer >= 0", _at_least(0), int, default=0)
+    rollout_steps: int = _option("an integer >= 0", _within(0, kind=Integral), int, default=0)
     matching: str | Callable[[Any], Any] = "optimal"
     mask_rule: str | Callable[[Any], Any] = "paper"
     labels: str | Callable[[Any], Any] = "saliency"
@@ -301,7 +273,7 @@ class VTM(_Layered):
 
     layer: int | Sequence[int] = _blocks(1)
     kappa: int | Sequence[int] = _option(
-        "an integer >= 1, or one for each layer", _at_least(1), int, default=3, per_layer=True
+        "an integer >= 1, or one for each layer", _within(1, kind=Integral), int, default=3
     )
     stop_gradient: bool = False
     class_token_offset: Literal["paper", "published"] = "paper"
@@ -321,5 +293,5 @@ class ManifoldMixup(_Settings):
         f"a number >= {LEAST_ALPHA}", _within(LEAST_ALPHA, LARGEST), float, default=2.0
     )
     layers: Sequence[int] = _option(
-        "different integers >= 0", _are_blocks, _ints, default=(0, 1, 2)
+        "different integers >= 0", _are_blocks, lambda x: [*map(int, x)], default=(0, 1, 2)
     )

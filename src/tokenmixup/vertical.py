@@ -17,7 +17,6 @@ class Source(NamedTuple):
 
     tokens: Tensor  # b n d
     saliency: Tensor  # b t
-    version: int  # of the tokens, which counts what is done to them in place
 
 
 class Memory(NamedTuple):

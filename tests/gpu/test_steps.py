@@ -30,7 +30,6 @@ from reproduction.training.metrics import until_diverged
 from reproduction.training.ranks import join_world
 from reproduction.training.step import Trainer
 from reproduction.training.stop import ending
-from scripts.bench import HOW
 from tests.doors import PLACES
 from tests.gpu.cases import (
     ALL,
@@ -60,6 +59,7 @@ from tests.gpu.conftest import device_of
 from tests.poison import KINDS, Poison
 from tests.rehearsal import rehearsed
 
+WAYS = ("false", "true", "cuda-graph")  # values of `compile`
 CPU = torch.device("cpu")
 GIB = 2**30
 COMPILED = [  # model, batch size, stack, how
@@ -166,7 +166,7 @@ def test_an_evaluation_waits_once(gpu: torch.device, record_property: Record):
     world = trainer.world
 
     def waits_in(batches: int) -> list[str]:
-        batch = Batch(*pinned_batch(), places=[*range(8)], unreadable={})
+        batch = Batch(*pinned_batch(), places=[*range(8)])
         scorer = Scorer({}, world)
 
         def evaluate() -> None:
@@ -276,7 +276,7 @@ POISONED = [  # optimizer, precision, compile, what is not finite, in which micr
         *POISONED,
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in product(("adamw", "sgd"), TOLERANCES, HOW.values(), KINDS, range(PARTS))
+            for case in product(("adamw", "sgd"), TOLERANCES, WAYS, KINDS, range(PARTS))
             if case not in POISONED
         ),
     ],

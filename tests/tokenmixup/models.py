@@ -55,7 +55,7 @@ class Encoded(nn.Module):
         return self.head(self.encoder(tokens, **self.masks).mean(dim=1))
 
 
-ENCODED = Adapter(blocks="encoder.layers", embed_dim=32, patch_embed="embed")
+ENCODED = Adapter(blocks="encoder.layers", embed_dim=32)
 
 
 class Attention(nn.Module):
@@ -115,7 +115,6 @@ class HandMade(nn.Module):
 BY_HAND = Adapter(
     blocks="layers",
     embed_dim=32,
-    patch_embed="patches",
     num_prefix_tokens=1,
     reads_class_token=True,
 )

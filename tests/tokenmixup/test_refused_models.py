@@ -11,7 +11,6 @@ import pytest
 import timm
 import torch
 from timm.layers import PatchDropout
-from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,7 +28,7 @@ VALUES: dict[str, dict[str, list[Any]]] = {  # beside layer=1
         "rho": [-0.1, 1.5, NAN, [0.1, 0.2]],
         "score_loss_weight": [-1.0, INF],
         "stop_gradient": ["no"],
-        "pooling": ["max", "class_token"],  # the CCT has none
+        "pooling": ["max"],
         "detector": ["salient"],
         "rollout_steps": [-1],
         "matching": ["best"],
@@ -41,7 +40,6 @@ VALUES: dict[str, dict[str, list[Any]]] = {  # beside layer=1
     "vtm": {
         "layer": [4, 0, [0, 2]],
         "kappa": [2.5, 0, [3, 1]],
-        "class_token_offset": ["published"],
     },
     "manifold_mixup": {"layers": [1, [], [1, 1], [9]], "alpha": [0.0, 0.005, "1"]},
 }
@@ -165,31 +163,9 @@ class AtOnce(Rerunning):
     reentrant = False
 
 
-class Merging(Block):
-    """Merges tokens, as classes that are swapped do."""
-
-    def forward(self, x: Tensor, **given: Any) -> Tensor:
-        return super().forward(x, **given)[:, :-1]
-
-
-@row("block 2")
-def class_of_a_block_swapped(model: Any) -> None:
-    model.blocks[2].__class__ = Merging
-
-
 @row("block 2 .*fused_attn")
 def softmax_of_its_own_with_vtm(model: Any) -> None:
     model.blocks[2].attn.fused_attn = False
-
-
-@row("block 1 .*lazy layer")
-def layer_that_is_not_made_yet(model: Any) -> None:
-    model.blocks[1].mlp.fc1 = nn.LazyLinear(model.blocks[1].mlp.fc2.in_features)
-
-
-@row("BatchNorm1d")
-def batch_norm(model: Any) -> None:
-    model.blocks[1].norm1 = nn.BatchNorm1d(17)
 
 
 @row("block 1")
@@ -232,50 +208,22 @@ def checkpoint_that_is_not_reentrant(model: Any) -> None:
     model.blocks = AtOnce(*model.blocks)
 
 
+@row("block 1 .*gets 9 tokens, must be those of evaluation, 17")
+def patches_dropped_in_training(model: Any) -> None:
+    model.patch_drop = PatchDropout(0.5)
+
+
+@row("block 1 .*gets 9 tokens", settings={"htm": {"layer": 1}})
+def patches_dropped_before_htm_alone(model: Any) -> None:
+    model.patch_drop = PatchDropout(0.5)
+
+
 STAGES: dict[str, Any] = {"settings": {"htm": {"layer": 1}}, "pixels": 64}
 
 
 @row("checkpoint_blocks=True", build=lambda: build_kind("swin")[0], **STAGES)
 def checkpointing_of_stages(model: Any) -> None:
     model.set_grad_checkpointing()
-
-
-@row("9 tokens|patch dropout")
-def patches_dropped(model: Any) -> None:
-    model.patch_drop = PatchDropout(0.5)
-
-
-@row("19 tokens")
-def prompts_behind_the_patches(model: Any) -> None:
-    model.norm_pre.register_forward_hook(lambda m, args, x: torch.cat([x, x[:, :2]], dim=1))
-
-
-@row("forward_head")
-def head_of_ones_own(model: Any) -> None:
-    class PoolsItself(VisionTransformer):
-        def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-            return self.head(x[:, 1:].mean(dim=1))
-
-    model.__class__ = PoolsItself
-
-
-@row("_pos_embed")
-def class_token_placed_last(model: Any) -> None:
-    class TokenLast(VisionTransformer):
-        def _pos_embed(self, x: Tensor) -> Tensor:
-            return torch.cat([x, self.cls_token.expand(len(x), -1, -1)], dim=1)
-
-    model.__class__ = TokenLast
-
-
-@row("global_pool=''")
-def pooling_of_ones_own(model: Any) -> None:
-    class PoolsLater(VisionTransformer):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x)[:, 0]
-
-    model.__class__ = PoolsLater
-    model.global_pool = ""
 
 
 @row("mask|causal", build=encoded, adapter=ENCODED)
@@ -297,11 +245,6 @@ def tokens_by_keyword(model: Any) -> None:
         return x
 
     model.encoder.forward = forward
-
-
-@row("block 0.* gets", build=lambda: vit(class_token=False, global_pool="avg"))
-def tokens_in_a_pair(model: Any) -> None:
-    model.blocks.forward = lambda x: model.blocks[0]((x, x))
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -329,17 +272,15 @@ def with_class_token() -> Any:
     return model
 
 
-def with_first_token() -> Any:
-    """The same by another name; nothing tells how many patches there are."""
-    model = with_class_token()
-    model.first_token = model.cls_token
-    del model.cls_token
-    return model
-
-
 def with_a_traced_block() -> Any:
     model = vit()
     model.blocks[1] = torch.jit.trace(model.blocks[1], torch.randn(2, 17, 24))
+    return model
+
+
+def with_a_batch_norm() -> Any:
+    model = vit()
+    model.blocks[1].norm1 = nn.BatchNorm1d(17)
     return model
 
 
@@ -354,29 +295,23 @@ def with_a_traced_block() -> Any:
             lambda: timm.create_model("resnet18", num_classes=CLASSES),
             BOTH,
         ),
+        ("vtm.layer", lambda: build_kind("swin")[0], {"vtm": {"layer": 2}}),
         (
-            "class token",
-            lambda: build_kind("cait")[0],
-            {"htm": {"layer": 1, "pooling": "class_token"}},
-        ),
-        ("vtm.layer=2", lambda: build_kind("swin")[0], {"vtm": {"layer": 2}}),
-        (
-            "rollout_steps=1",
+            "rollout_steps",
             lambda: build_kind("swin")[0],
+            {"htm": {"layer": 1, "rollout_steps": 1}},
+        ),
+        (
+            "rollout_steps: must be 0",
+            lambda: build_kind("rope of each block")[0],
             {"htm": {"layer": 1, "rollout_steps": 1}},
         ),
         ("htm.layer", lambda: build_kind("swin")[0], {"htm": {"layer": [1, 2]}}),
         ("htm.layer=8", lambda: build_kind("swin")[0], {"htm": {"layer": 8}}),
-        ("gradient", lambda: build_kind("hiera")[0], {"htm": {"layer": 1, "detector": "gradient"}}),
-        (
-            "rollout_steps=1",
-            lambda: build_kind("rope of each block")[0],
-            {"htm": {"layer": 0, "rollout_steps": 1}},
-        ),
         ("needs an Adapter", encoded, BOTH),
         ("class token", with_class_token, BOTH),
-        ("no patch_embed", with_first_token, BOTH),
         ("block 1 .*TorchScript", with_a_traced_block, BOTH),
+        ("block 1 .*BatchNorm1d", with_a_batch_norm, BOTH),
     ],
 )
 def test_attach_refuses_what_it_can_see_at_once(told: str, build: Any, settings: Any):
@@ -402,28 +337,9 @@ def test_attach_refuses_what_it_can_see_at_once(told: str, build: Any, settings:
         ("num_prefix_tokens", {"num_prefix_tokens": -1}),
         ("num_prefix_tokens", {"num_prefix_tokens": 99}),
         ("reads_class_token", {"reads_class_token": True}),
-        ("patch_embed", {"patch_embed": "patches"}),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_found_out(told: str, wrong: dict[str, Any]):
     with refused(re.escape(told)):
         adapter = replace(ENCODED, **wrong)
         attach(encoded(), CLASSES, **BOTH, adapter=adapter).train()(*batch())
-
-
-def test_an_adapter_says_whether_the_patches_of_a_module_are_in_its_last_dimensions():
-    model = encoded()
-    model.embed = nn.Sequential(model.embed, nn.GELU())
-    with refused("patches"):
-        attach(model, CLASSES, **BOTH, adapter=ENCODED).train()(*batch())
-    told = replace(ENCODED, channels_first=True)
-    assert attach(model, CLASSES, **BOTH, adapter=told).train()(*batch()).layers
-
-
-def test_the_gradient_detector_needs_a_grid():
-    htm = {"layer": 1, "detector": "gradient"}
-    bare = replace(ENCODED, patch_embed=None)
-    with pytest.raises(ValueError, match="grid of the patches"):
-        attach(encoded(), CLASSES, htm=htm, adapter=bare).train()(*batch())
-    square = replace(bare, square_patches=True)
-    assert attach(encoded(), CLASSES, htm=htm, adapter=square).train()(*batch()).layers

@@ -73,26 +73,3 @@ def test_pairs_of_a_sharded_model_need_a_registered_method(images, targets, mesh
     theirs = plain.mixed_pairs(images, targets)
     assert theirs is not None
     assert torch.equal(ours.mask, theirs.mask)
-
-
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"rollout_steps": 1}, "htm.rollout_steps"),
-        ({"detector": "gradient"}, "htm.detector=gradient"),
-    ],
-    ids=str,
-)
-def test_detectors_that_run_blocks_themselves_are_refused(images, targets, mesh, settings, key):
-    module = sharded(attach(small_vit(), CLASSES, htm={"layer": 1, **settings}), mesh).train()
-    with pytest.raises(ValueError, match=f"{key}.*: needs parameters without FSDP"):
-        module(images, targets)
-    module.stop_mixing()
-    assert module(images, targets).score_loss is None
-
-
-def test_a_model_that_is_sharded_already_is_refused(mesh):
-    model: nn.Module = small_vit()
-    fully_shard(model.blocks[1], mesh=mesh)  # type: ignore[index, arg-type]
-    with pytest.raises(ValueError, match="is sharded by fully_shard: attach first"):
-        attach(model, CLASSES, htm={"layer": 0})

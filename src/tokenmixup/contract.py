@@ -1,0 +1,87 @@
+"""What HTM and VTM ask of a block, as far as it is checked: once, before its first training pass.
+
+Letters: b batch, n tokens with prefix, m memory.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.random import fork_rng
+
+from tokenmixup.block import BlockInput, Plan, attended_of_memory, input_of, run_watched
+from tokenmixup.contexts import evaluating
+from tokenmixup.vertical import Memory
+
+TOLERANCE = 1e-3  # of the largest value; rounding is 1e-6, or 5e-4 in TF32
+ROUNDINGS = 8  # of values of the keys' dtype, which are allowed where that is more
+ALONE = (
+    "for VTM, keys and values of its tokens must not depend on the tokens beside them, nor on "
+    "their places but by rope=, one tensor"
+)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
+
+
+def check_block(plan: Plan) -> None:
+    """Raises ValueError for a block that is scripted, or of HTM or VTM with a batch norm."""
+    if isinstance(plan.block, torch.jit.ScriptModule):
+        raise ValueError(f"{plan.name} is TorchScript, whose attention nobody sees")
+    if plan.htm is None and plan.vtm is None:
+        return
+    for part in plan.block.modules():
+        if isinstance(part, BATCH_NORMS):
+            kind = type(part).__name__
+            raise ValueError(f"{plan.name} has a {kind}, whose statistics would see tokens twice")
+
+
+def check_model(model: nn.Module, plans: Mapping[int, Plan], images: Tensor) -> None:
+    """Runs a model once, in evaluation: counts tokens, and checks keys and values for VTM.
+
+    With gradients, as in training: autocast and `parametrize.cached()` keep weights for later.
+    """
+    mixing = [plan for plan in plans.values() if plan.htm is not None or plan.vtm is not None]
+    if not mixing or images.is_meta:
+        return
+    hooks = [
+        plan.block.register_forward_pre_hook(partial(_check, plan, images), with_kwargs=True)
+        for plan in mixing
+    ]
+    devices = [images.device] if images.is_cuda else []
+    try:
+        with evaluating(model), fork_rng(devices):
+            model(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _check(
+    plan: Plan, images: Tensor, block: nn.Module, args: tuple[Any, ...], kwargs: Any
+) -> None:
+    """Notes the number of tokens, which must be that of training; checks a block of VTM."""
+    entry = input_of(plan, args, kwargs)
+    plan.evaluated = (*images.shape[2:], entry.num_tokens)
+    if plan.vtm is not None:
+        _check_keys(plan, entry)
+
+
+def _check_keys(plan: Plan, entry: BlockInput) -> None:
+    """Raises ValueError unless tokens have the same keys and values alone as beside the others."""
+    x = entry.tokens
+    prefix = plan.adapter.num_prefix_tokens
+    last = torch.arange(entry.num_tokens - 1, prefix - 1, -2, device=x.device)  # every other token
+    indices = last.expand(len(x), -1)
+    _, watching = run_watched(entry, ends=True)
+    own = watching.fused()
+    tolerance = max(TOLERANCE, ROUNDINGS * torch.finfo(own[0].dtype).eps)
+    try:
+        alone, _ = attended_of_memory(entry, Memory(x[:, last], indices))
+        pairs = zip(alone, (each[..., last, :] for each in own), strict=True)
+        differ = [(a - b).abs().max() > tolerance * b.abs().max() for a, b in pairs]
+    except (RuntimeError, TypeError, AttributeError, IndexError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(f"{plan.name}: {ALONE}; alone, it fails: {first_line}") from error
+    if any(differ):
+        raise ValueError(f"{plan.name}: {ALONE}")
