@@ -101,13 +101,10 @@ class Half(Sequence[tuple[np.ndarray, int]]):
         return self.images[index], self.targets[index]
 
 
-def digits(train: int = 60, held_out: int = 30, replaced: int | None = None) -> tuple[Half, Half]:
-    """The first and the last of scikit-learn's digits; one may be `replaced` by the next one."""
+def digits(train: int = 60, held_out: int = 30) -> tuple[Half, Half]:
+    """The first and the last of scikit-learn's digits."""
     images, targets = _digits()
-    order = np.arange(train)
-    if replaced is not None:
-        order[replaced] = (replaced + 1) % train
-    first = Half("train", images[order], [targets[i] for i in order])
+    first = Half("train", images[:train], targets[:train])
     last = Half("held_out", images[-held_out:], targets[-held_out:])
     return first, last
 

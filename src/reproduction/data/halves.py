@@ -1,9 +1,10 @@
 """An opened data set: its halves, whose images are read from files or held in memory."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,7 +16,6 @@ from reproduction.errors import PlainError
 
 MOST_MEMORY = 2**30  # bytes of decoded images that the runs of one command keep on a machine
 MOST_SIZES = 10**5  # files whose sizes are read; those of ImageNet may take minutes
-ONE_IN = 100  # of so many training images one may be unreadable
 
 
 class Items(Protocol):
@@ -26,49 +26,41 @@ class Items(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-class Unreadable(PlainError):
-    """The content of an image cannot be decoded; the line names the image."""
-
-
 @dataclass(frozen=True, eq=False)
 class Half:
     """Images to train on, for validation, or held out: `half[i]` is an RGB image and its class.
 
-    They are those of `items` at `places`; classes are indices. `decoded` has their pixels, if they
-    are held in memory, or the reason why an image has none.
+    They are those of `items` at `places`; classes are indices. `decoded` has the pixels of those
+    that are held in memory.
     """
 
     items: Items
     targets: list[int]
     places: Sequence[int]
-    decoded: list[np.ndarray | str] | None = None
-    is_trained_on: bool = False  # else evaluated on, for which all images must be readable
+    decoded: dict[int, np.ndarray] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, items: Items, targets: Sequence[int], is_trained_on: bool) -> "Half":
+    def of(cls, items: Items, targets: Sequence[int]) -> "Half":
         """All images of `items`."""
-        return cls(items, [*targets], range(len(targets)), is_trained_on=is_trained_on)
+        return cls(items, [*targets], range(len(targets)))
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        """Raises Unreadable for content that is no image, PlainError for the system's errors."""
+        """Raises PlainError, which names the image, for one that cannot be read."""
         return self._image(index), self.targets[index]
 
     def _image(self, index: int) -> Image.Image:
-        if self.decoded is not None:
-            pixels = self.decoded[index]
-            if isinstance(pixels, str):
-                raise Unreadable(pixels)
-            return Image.fromarray(pixels)
+        if index in self.decoded:
+            return Image.fromarray(self.decoded[index])
         try:
             return rgb(self.items[self.places[index]][0])
         except NoImage as error:
-            raise Unreadable(f"{self._named(index)}: {error}") from error
+            raise PlainError(f"{self._named(index)}: {error}") from error
         except OSError as error:  # Pillow's have no number, when another function has read the file
             if error.errno is None:
-                raise Unreadable(f"{self._named(index)}: {NoImage(str(error))}") from error
+                raise PlainError(f"{self._named(index)}: {NoImage(str(error))}") from error
             raise PlainError(f"{self._named(index)}: {os.strerror(error.errno)}") from error
 
     @property
@@ -90,7 +82,7 @@ class Half:
     def take(self, indices: Sequence[int]) -> "Half":
         targets = [self.targets[i] for i in indices]
         places = [self.places[i] for i in indices]
-        return replace(self, targets=targets, places=places, decoded=None)
+        return replace(self, targets=targets, places=places, decoded={})
 
     def content(self, classes: list[str]) -> list[str]:
         """What tells images from others: names and sizes of files, else their classes."""
@@ -138,8 +130,8 @@ class Data(NamedTuple):
 def in_memory(data: Data, names: Sequence[str], ranks: int) -> Data:
     """Decodes the files of the named halves, in this order, as long as all of a half fit.
 
-    MOST_MEMORY is for all `ranks` of a machine, each of which holds its own. PlainError if more is
-    unreadable than training bears, or anything to evaluate on.
+    MOST_MEMORY is for all `ranks` of a machine, each of which holds its own. PlainError for an
+    image that cannot be decoded, but for those to train on, in whose place others are taken.
     """
     room = MOST_MEMORY // ranks
     for name in names:
@@ -150,29 +142,20 @@ def in_memory(data: Data, names: Sequence[str], ranks: int) -> Data:
         if left < 0:
             continue
         room = left
-        decoded = read_all(half, np.array)
-        broken = {i: x for i, x in enumerate(decoded) if isinstance(x, str)}
-        check_unreadable(broken, half)
+        with ThreadPoolExecutor(8) as pool:  # decoding releases the GIL
+            pixels = pool.map(partial(_pixels, half, name == "train"), range(len(half)))
+            decoded = {index: array for index, array in enumerate(pixels) if array is not None}
         data = data._replace(**{name: replace(half, decoded=decoded)})
     return data
 
 
-def check_unreadable(unreadable: Mapping[int, str], half: Half) -> None:
-    """Raises PlainError, which names the first, if too many are unreadable: index -> reason.
-
-    That is one to evaluate on, or more than one in ONE_IN to train on.
-    """
-    most = 0
-    use = "evaluate"
-    allowed = "none"
-    if half.is_trained_on:
-        most = len(half) // ONE_IN
-        use = "train"
-        allowed = f"1 in {ONE_IN}"
-    if len(unreadable) > most:
-        first = next(iter(unreadable.values()))
-        count = f"{len(unreadable):,} of {len(half):,} images to {use} on"
-        raise PlainError(f"{first}; {count} are unreadable, allowed is {allowed}")
+def _pixels(half: Half, is_trained_on: bool, index: int) -> np.ndarray | None:
+    try:
+        return np.array(half[index][0])
+    except PlainError:
+        if is_trained_on:
+            return None
+        raise
 
 
 def _left(half: Half, room: int) -> int:
@@ -188,16 +171,3 @@ def _left(half: Half, room: int) -> int:
         if room < 0:
             break
     return room
-
-
-def read_all(half: Half, keep: Callable[[Image.Image], Any]) -> list[Any]:
-    """What to keep of each image, or as a text why it is unreadable."""
-
-    def each(index: int) -> Any:
-        try:
-            return keep(half[index][0])
-        except Unreadable as error:
-            return str(error)
-
-    with ThreadPoolExecutor(8) as pool:  # decoding releases the GIL
-        return list(pool.map(each, range(len(half))))

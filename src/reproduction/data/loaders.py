@@ -14,14 +14,15 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, Dataset, Sampler
 
 from reproduction.config import Config
-from reproduction.data.halves import Half, Unreadable, check_unreadable
+from reproduction.data.halves import Half
 from reproduction.data.images import NoImage, read, rgb, upright
 from reproduction.data.inputs import build_normalize
 from reproduction.data.seeding import Purpose, preserved_generators, seed_generators
 from reproduction.data.workers import Example, Loader
-from reproduction.errors import PlainError, UserError
+from reproduction.errors import PlainError, UserError, warn
 
 RATIO = (0.75, 1.3333)  # of a random crop, width / height
+IN_A_ROW = 50  # images that cannot be read, as in timm: more end the run
 Transform = Callable[[Image.Image], Tensor]
 
 
@@ -32,6 +33,7 @@ class TrainingImages(Dataset[Example]):
     half: Half
     transform: Transform
     seed: int
+    in_a_row: int = IN_A_ROW
 
     def __getitem__(self, key: tuple[int, int]) -> Example:
         return self.__getitems__([key])[0]
@@ -42,35 +44,31 @@ class TrainingImages(Dataset[Example]):
             return [self._augmented(*key) for key in keys]
 
     def _augmented(self, epoch: int, index: int) -> Example:
-        unreadable: dict[int, str] = {}
-        image, target = self._readable(index, unreadable)  # perhaps those of the next index
+        image, target = self._readable(index, self.in_a_row)
         seed_generators(Purpose.AUGMENT, self.seed, epoch, index)
-        return Example(index, self.transform(image), target, unreadable)
+        return Example(index, self.transform(image), target)
 
-    def _readable(self, index: int, unreadable: dict[int, str]) -> tuple[Image.Image, int]:
-        """The image at an index or, in its place, the next one that is readable, with its class."""
-        while True:
-            try:
-                return self.half[index]
-            except Unreadable as error:
-                unreadable[index] = str(error)
-                check_unreadable(unreadable, self.half)
-                index = (index + 1) % len(self.half)
+    def _readable(self, index: int, left: int) -> tuple[Image.Image, int]:
+        """The image at an index or, as in timm, the next one that can be read, with its class."""
+        try:
+            return self.half[index]
+        except PlainError as error:
+            if left == 0:
+                raise
+            warn(f"warning: {error}; the next image takes its place")
+            return self._readable((index + 1) % len(self.half), left - 1)
 
 
 @dataclass(frozen=True)
 class EvaluationImages(Dataset[Example]):
-    """Images for evaluation, where no other one can take the place of an unreadable one."""
+    """Images for evaluation."""
 
     half: Half
     transform: Transform
 
     def __getitem__(self, index: int) -> Example:
-        try:
-            image, target = self.half[index]
-        except Unreadable as error:
-            raise PlainError(f"{error}; in evaluation no other image takes its place") from error
-        return Example(index, self.transform(image), target, {})
+        image, target = self.half[index]
+        return Example(index, self.transform(image), target)
 
     def __getitems__(self, indices: list[int]) -> list[Example]:
         return [self[index] for index in indices]

@@ -11,9 +11,10 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -26,10 +27,10 @@ from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
 from torchvision.datasets.utils import check_integrity
 
 from reproduction.config import DATA, Dataset
-from reproduction.data.halves import Data, Half, Items, read_all
+from reproduction.data.halves import Data, Half, Items
 from reproduction.data.images import ENDINGS, is_hidden, read
 from reproduction.door import Refused
-from reproduction.errors import UserError, as_typed, few, first_line, hide_warnings
+from reproduction.errors import PlainError, UserError, as_typed, few, first_line, hide_warnings
 from reproduction.files import lack_behind
 
 HELD_OUT_DIGITS = 360  # of 1,797, stratified
@@ -128,7 +129,7 @@ def _labelled(parts: list[Items]) -> Data:
     halves = list[Half]()
     for part, names in zip(parts, labels, strict=True):
         targets = [index[name] for name in names]
-        halves.append(Half.of(part, targets, is_trained_on=not halves))  # the first
+        halves.append(Half.of(part, targets))
     train, held_out, *others = halves
     return Data(
         train=train,
@@ -215,7 +216,7 @@ def _with_validation(data: Data, ratio: float, seed: int) -> Data:
     except ValueError as error:
         raise UserError(f"{word}: {error}") from error
     train = half.take(sorted(kept.tolist()))
-    validation = replace(half.take(sorted(apart.tolist())), is_trained_on=False)
+    validation = half.take(sorted(apart.tolist()))
     lost = {*half.targets} - {*train.targets}
     if lost:
         raise UserError(f"{word}: leaves class {data.classes[min(lost)]} no training image")
@@ -322,13 +323,22 @@ def unlabelled(folder: Path, classes: list[str]) -> Data:
     Remarks name the broken ones, which are left out. UserError if there is no other.
     """
     items = Unlabelled(folder, allow_empty=True)
-    half = Half.of(items, items.targets, is_trained_on=False)
-    problems: list[str | None] = read_all(half, lambda image: None)
-    broken = [f"left out: {problem}" for problem in problems if problem is not None]
-    if len(broken) == len(half):
-        raise UserError(f"images={folder}: " + "; ".join(["no readable image", *broken[:1]]))
-    half = half.take([i for i, problem in enumerate(problems) if problem is None])
-    return Data(half, half, classes, remarks=(*_remarks([half]), *broken))
+    half = Half.of(items, items.targets)
+
+    def broken(index: int) -> str:
+        try:
+            half[index]
+        except PlainError as error:
+            return f"left out: {error}"
+        return ""
+
+    with ThreadPoolExecutor(8) as pool:  # decoding releases the GIL
+        problems = [*pool.map(broken, range(len(half)))]
+    told = [*filter(None, problems)]
+    if len(told) == len(half):
+        raise UserError(f"images={folder}: " + "; ".join(["no readable image", *told[:1]]))
+    half = half.take([i for i, problem in enumerate(problems) if not problem])
+    return Data(half, half, classes, remarks=(*_remarks([half]), *told))
 
 
 def digits() -> list[Items]:

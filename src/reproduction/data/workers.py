@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from reproduction.data.halves import Half
 from reproduction.errors import STOP_SIGNALS, OneLineError, PlainError, UserError
 
 # The name of a socket has at most 107 bytes; this is what multiprocessing adds to TMPDIR.
@@ -29,12 +28,11 @@ SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108
 
 
 class Example(NamedTuple):
-    """An image for the model, and what was tried before it: index and reason of each image."""
+    """An image for the model."""
 
     place: int  # in its half
     image: Tensor  # 3 s s, uint8
     target: int
-    unreadable: dict[int, str]
 
 
 class Batch(NamedTuple):
@@ -43,14 +41,10 @@ class Batch(NamedTuple):
     images: Tensor  # b 3 s s, uint8
     classes: Tensor  # b
     places: list[int]  # b, of the images in their half
-    unreadable: dict[int, str]
 
 
 class Images(Protocol):
     """Images by keys, of which the loader gets those of a batch."""
-
-    @property
-    def half(self) -> Half: ...
 
     def __getitems__(self, keys: list[Any], /) -> list[Example]: ...
 
@@ -66,11 +60,7 @@ class Workers(ForkContext):
 
 
 class Loader:
-    """Yields batches, which worker processes load.
-
-    `unreadable` has the images whose place others have taken in the batches so far, by index, with
-    the reason. What ends the run is raised as the worker has raised it.
-    """
+    """Yields batches, which worker processes load; an error is that of the worker."""
 
     def __init__(
         self,
@@ -79,8 +69,6 @@ class Loader:
         workers: int,
         pin: bool,
     ):
-        self.half = images.half
-        self.unreadable: dict[int, str] = {}
         if workers > 0:
             _check_limit_of_files(workers)
             _end_workers_at_exit()
@@ -111,7 +99,6 @@ class Loader:
                     raise batch
                 finally:
                     del batch  # which would keep this frame, and so the workers
-            self.unreadable |= batch.unreadable
             yield batch
 
 
@@ -135,10 +122,7 @@ def _collated_or_error(examples: list[Example] | OneLineError) -> Batch | OneLin
 def collated(examples: list[Example]) -> Batch:
     """Returns examples as a batch; in a worker in memory that it shares."""
     images, classes = default_collate([(x.image, x.target) for x in examples])
-    unreadable: dict[int, str] = {}
-    for example in examples:
-        unreadable |= example.unreadable
-    return Batch(images, classes, [x.place for x in examples], unreadable)
+    return Batch(images, classes, [x.place for x in examples])
 
 
 def _check_limit_of_files(workers: int) -> None:
