@@ -2,17 +2,13 @@
 
 import re
 import shutil
-from collections import Counter
 from contextlib import chdir
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 import yaml
-from PIL import Image
-from sklearn.datasets import load_digits
 
 from tests.doors import (
     ROOT,
@@ -20,11 +16,9 @@ from tests.doors import (
     Words,
     assert_refused,
     assert_succeeded,
-    cells,
     script,
     snapshot,
     statuses,
-    train,
 )
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -59,15 +53,14 @@ def listed(*words: Words) -> list[dict[str, str]]:
     """The runs of a plan, as the dry run lists them."""
     result = script("reproduce", words, "dry_run=1")
     assert_succeeded(result)
-    head, *rows = cells(result.out)
-    *_, last = result.out.rstrip().splitlines()
-    assert last.startswith(f"{len(rows)} run")
-    folders = dict(re.findall(r"^(\d+): (\S+)$", result.out, re.MULTILINE))
+    *lines, last = result.out.rstrip().splitlines()
+    assert last.startswith(f"{len(lines)} run")
     found = []
-    for row in rows:
-        run = dict(zip(head, row, strict=True))
-        run["folder"] = folders[run["task"]]
-        found.append(run)
+    for line in lines:
+        task, row, status, folder, seed = re.fullmatch(
+            r"(\d+): (\S*) (.+): (\S+-s(\d+)-\S+|\S+)", line
+        ).groups()
+        found.append({"task": task, "row": row, "status": status, "folder": folder, "seed": seed})
     return found
 
 
@@ -122,46 +115,6 @@ def test_a_study_is_planned_at_smoke_scale(path: Path):
     smoke = listed(path.name, "scale=smoke")
     assert 0 < len(smoke) <= len(content["rows"])
     assert {run["seed"] for run in smoke} == {str(content.get("first_seed", 0))}
-
-
-def test_a_list_of_runs_fits_a_terminal_and_names_the_points_of_a_sweep():
-    result = script("reproduce", "table1", "dry_run=1")
-    text, _, _ = result.out.partition("not here")
-    assert max(map(len, text.splitlines())) <= 80, text
-    shown = train("-m", "recipe.lr=1,2", "seed=0,1", "dry_run=1").out
-    assert re.findall(r"\| +(lr=\d) \|", shown) == ["lr=1", "lr=1", "lr=2", "lr=2"]
-
-
-REFUSED = [  # by training, at a point that is not the first
-    "augmentation.htm.layer=1,9 augmentation=[htm]",
-    "dataset.limit=60,5",
-    "name=a,a",
-    "recipe.grad_accum_steps=1,1000",
-    "device=cpu recipe.precision=float32,float16",
-]
-
-
-@pytest.mark.parametrize("command", REFUSED)
-def test_what_a_dry_run_lists_starts(command: str):
-    """What training refuses is refused by a dry run, in the same line."""
-    dry = train("-m", command.split(), "dry_run=1")
-    real = train("-m", command.split())
-    assert_refused(dry)
-    assert real.status == 2
-    assert real.err == dry.err
-    assert not snapshot()
-
-
-def test_what_only_this_machine_lacks_is_a_remark_of_a_dry_run(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    words = ("experiment=table1/cifar10_htm", "device=cuda")
-    shown = train(words, "dry_run=1")
-    assert_succeeded(shown, "1 run: 1 not started", "not here: device=cuda", "cifar10 is not here")
-    bad = train(words, "augmentation.htm.layer=99", "dry_run=1")
-    assert bad.status == 2
-    assert "layer" in bad.err
-    assert train(words).status == 2
-    assert not snapshot()
 
 
 def test_the_last_word_counts_and_a_scale_has_its_own_folder():
@@ -243,7 +196,6 @@ def test_each_point_of_each_sweep_is_a_row_and_sweeps_are_compared_point_by_poin
         ("rows: {none: [+devices=2]}", "devices"),
         ("rows: {none: {override: []}}", "override"),
         ("figures: {Mixed: ht/mixed_pairs.png}", "figures.Mixed=ht/mixed_pairs.png"),
-        ("latencies: {gradient: 236}", "must have attention"),
     ],
 )
 def test_a_study_that_is_wrong_is_refused_in_a_line(changes: str, part: str):
@@ -294,9 +246,11 @@ def test_each_run_of_a_study_is_trained_once_and_its_table_written(whole: Path):
     first = numbers[numbers.outcome == "top1"].set_index("row")
     top1 = {name: run.summary["top1_last"] for name, run in trained.items()}
     assert first["mean"].to_dict() == pytest.approx(top1)
-    trained["htm"].path.rename("outputs/mine")  # an equal run counts under any name
+    htm = trained["htm"].path  # an equal run counts under any name with its hash
+    htm.rename(htm.with_name(htm.name.replace("three", "other")))
     assert "3 of 3 runs are finished" in reproduce()
-    assert Run("outputs/mine").summary["seconds"] == seconds
+    renamed = Run(htm.with_name(htm.name.replace("three", "other")))
+    assert renamed.summary["seconds"] == seconds
     assert statuses() == ["finished"] * 3
     assert [run["status"] for run in listed("three.yaml")] == ["finished"] * 3
 
@@ -322,15 +276,3 @@ def test_a_table_of_the_paper_trains_at_smoke_scale():
     first = Run(*Path("outputs/smoke").glob("table3-baseline-*"))
     right = 40 * first.epochs[-1]["top1"] / 100  # of 40 held-out images
     assert right == pytest.approx(round(right))
-
-
-def test_digits_are_written_as_two_halves(here: Path):
-    assert_succeeded(script("write_digits", str(here)))
-    digits = load_digits()
-    train_half = Counter(path.parent.name for path in here.glob("train/*/*.png"))
-    assert train_half == {str(digit): 10 for digit in range(10)}
-    assert len(list(here.glob("test/*/*.png"))) == len(digits.target) - 100 == 1697
-    path = here / f"train/{digits.target[7]}/0007.png"  # of the first ten of its digit
-    expected = np.round(digits.images[7] * 255 / 16)
-    with Image.open(path) as image:
-        assert np.array_equal(np.asarray(image), expected)

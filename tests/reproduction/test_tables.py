@@ -1,12 +1,11 @@
 """Tables of any runs and of studies: paired statistics, what is shown, a published line."""
 
-import contextlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -18,7 +17,8 @@ import yaml
 from scipy.stats import ttest_1samp
 
 from reproduction.studies import runs as studies
-from reproduction.studies.statistics import Row, lines_of
+from reproduction.studies.study import planned
+from reproduction.studies.tables import study_table, table_of
 from tests.doors import (
     SMALL,
     Run,
@@ -197,27 +197,20 @@ def test_runs_that_have_no_name_in_common_leave_no_empty_note(model: Run):
 
 
 def test_rows_show_what_was_easy_and_what_was_mixed(model: Run):
-    """Also nothing; runs of before had the counts of easy samples under the names of mixed ones."""
     busy = {"easy_share": 0.75, "mixed_share": 0.5, "mixed_tokens": 9.0}
     idle = {"easy_share": 1.0, "mixed_share": 0.0, "mixed_tokens": None}
     for seed in range(3):
         write(model, f"auto{seed}", {}, seed, **busy)
         write(model, f"idle{seed}", {RHO: 1.0}, seed, top1_last=80.0 + seed**2, **idle)
-    before = write(model, "before", {RHO: 0.5})
-    summary = json.loads((before / "summary.json").read_text())
-    kept = {key: x for key, x in summary.items() if not key.startswith(("easy_", "mixed_"))}
-    old = {"mixed_share": 0.25, "mixed_samples": 5.0, "mixed_tokens": 3.0}
-    (before / "summary.json").write_text(json.dumps(kept | old))
     titles, *rows = cells(table()[1])
-    names = ("easy [%]", "mixed [%]", "tokens of mixed", "tokens of easy")
+    names = ("easy [%]", "mixed [%]", "tokens of mixed")
     shown = {}
     for row in rows:
         of_title = dict(zip(titles, row, strict=True))
         shown[of_title["rho"]] = [of_title[name] for name in names]
     assert shown == {
-        "auto": ["75.0", "50.0", "9.0", "-"],
-        "1": ["100.0", "0.0", "-", "-"],
-        "0.5": ["25.0", "-", "-", "3.0"],
+        "auto": ["75.0", "50.0", "9.0"],
+        "1": ["100.0", "0.0", "-"],
     }
 
 
@@ -336,34 +329,19 @@ def test_a_value_that_no_run_has_is_refused(model: Run):
         assert_refused(script("runs", "outputs", "--against", word), word)
 
 
-STUDY = """
+LOOKS = """
 title: Mine
-tested: loss_last
+tested: loss on test
 first_seed: 1
 seeds: 4
 looks: {2: 0.01, 4: 0.04}
-overrides: [model.embed_dim=16, dataset.limit=60, dataset.eval_limit=60, recipe.batch_size=20,
-  recipe.epochs=1, recipe.max_steps=1, device=cpu]
-rows:
-  none: ['augmentation=[]']
-  a: {overrides: ['augmentation=[vtm]'], against: none, role: untested}
-  b: {overrides: ['augmentation=[htm]'], against: none, role: primary}
-  c: {overrides: ['augmentation=[htm]', augmentation.htm.tau=1], against: none}
-  d: {overrides: ['augmentation=[htm]', augmentation.htm.tau=2], against: c}
+rows: {none: ['augmentation=[]'], a: {overrides: ['augmentation=[vtm]'], against: none}}
 """
-BASES = {"a": "none", "b": "none", "c": "none", "d": "c"}
 
 
 def newest(pattern: str) -> Path:
     """The newest file of the report with such a name."""
     return max(Path("outputs/report").glob(pattern), key=os.path.getmtime)
-
-
-def reproduce() -> pd.DataFrame:
-    """Trains the study, or finds it trained, and returns the losses of its table."""
-    assert_succeeded(script("reproduce", "results/mine.yaml"))
-    numbers = pd.read_csv(newest("mine-*.csv")).set_index("row")
-    return numbers[numbers.outcome == "loss"]
 
 
 PRINTED = """
@@ -435,77 +413,36 @@ def test_a_printed_accuracy_stands_beside_the_test_set_alone():
     assert "60.75" in others
 
 
-@pytest.fixture(scope="module")
-def rows_of_the_study(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """A run of each row, of seed 1."""
-    with contextlib.chdir(tmp_path_factory.mktemp("study")):
-        Path("mine.yaml").write_text(STUDY)
-        assert_succeeded(script("reproduce", "mine.yaml", "seeds=1"))
-        root = Path("outputs").absolute()
-    return {name: Run(*root.glob(f"mine-{name}-s1-*")) for name in ("none", "a", "b", "c", "d")}
-
-
-@pytest.fixture
-def losses(here: Path, rows_of_the_study: dict[str, Run]) -> dict[str, dict[int, float]]:
-    """Writes runs of seeds 1 to 4, and of a fifth that is not of the study: row, seed -> loss."""
-    Path("docs").mkdir()
-    Path("results").mkdir()
-    Path("results/mine.yaml").write_text(STUDY)
-    rng = np.random.default_rng(1)
-    found = {}
-    for name, run in rows_of_the_study.items():
-        found[name] = {seed: float(rng.normal(1, 0.1)) for seed in range(1, 5)}
-        for seed, loss in [*found[name].items(), (5, 9.0)]:
-            top1 = float(rng.normal(80))
-            settings = {"seed": seed, "resume": "auto"}
-            write(run, f"mine-{name}-{seed}", settings, seed, loss=loss, top1_last=top1)
-    return found
-
-
-def test_a_study_compares_losses_by_the_roles_of_its_rows(losses: dict[str, dict[int, float]]):
-    """A primary row is not adjusted, and an untested one has no p."""
-    rows = reproduce()
-    assert rows.n.tolist() == [4] * 5
-    p = {}
-    for name, base in BASES.items():
-        gaps = gaps_of(losses[name], losses[base])
-        p[name] = float(ttest_1samp(gaps, 0).pvalue)
-        row = rows.loc[name]
-        assert row["mean"] == pytest.approx(fmean(losses[name].values()))
-        assert row.difference == pytest.approx(fmean(gaps))
-        assert row.below == sum(gap < 0 for gap in gaps)
-    del p["a"]
-    assert rows.p[["b", "c", "d"]].to_dict() == pytest.approx(p)
-    primary = p.pop("b")
-    assert primary > 0
-    assert rows.p_holm[["c", "d"]].to_dict() == pytest.approx(holm(p))
-    assert pd.isna(rows.p_holm["b"])
-    assert rows.loc["a", ["p", "p_holm"]].isna().all()
-    text = newest("mine-*.md").read_text()
-    assert "primary" in text
-    assert "untested" in text
-
-
-def published(*names: str) -> str:
-    """Publishes runs of the study by their row and seed, and returns the page of results."""
-    for name in names:
-        assert_succeeded(script("publish", f"outputs/mine-{name}", "results/mine.yaml"))
-    assert_succeeded(script("report", "--results", "results"))
-    return Path("docs/results.md").read_text()
-
-
-def test_a_look_is_at_whole_seeds_in_their_order(losses: dict[str, dict[int, float]]):
-    """One that is reached leaves out later seeds."""
-    two_rows, _, _ = STUDY.partition("  b:")
-    Path("results/mine.yaml").write_text(two_rows)
-    page = published("a-1", "a-2", "a-3", "none-2", "none-3")
-    assert "2 seeds are whole, none has been reached" in page
-    page = published("none-1")
-    assert "3 seeds are whole, this is the look at 2, seeds 1 to 2" in page
-    mean = fmean([losses["a"][1], losses["a"][2]])
-    assert re.search(rf"\| a +\| +2 \| +{mean:.3f} ", page)
-    page = published("a-4", "none-4")
-    assert "4 seeds are whole, this is the look at 4, seeds 1 to 4" in page
+@pytest.mark.parametrize(
+    ("whole", "odd", "seeds", "told"),
+    [
+        ([2, 3], [1], [], "2 seeds are whole, none has been reached"),
+        ([1, 2, 3], [4], [1, 2], "3 seeds are whole, this is the look at 2, seeds 1 to 2"),
+        ([4, 3, 2, 1, 5], [], [1, 2, 3, 4], "4 seeds are whole, this is the look at 4"),
+    ],
+)
+def test_a_look_is_at_whole_seeds_in_their_order(
+    whole: list[int], odd: list[int], seeds: list[int], told: str
+):
+    """One that is reached leaves out later seeds, and no other seed is ever counted."""
+    Path("mine.yaml").write_text(LOOKS)
+    _, (part,) = planned("mine.yaml", None, "full", [])
+    none, a = part.row_hashes.values()
+    runs = []
+    for row, seed in [*product([none, a], whole), *product([a], odd)]:
+        outcomes: Any = {studies.LOSS: float(seed)}
+        given: Any = {
+            "row_hash": row,
+            "seed": seed,
+            "outcomes": outcomes,
+            "measures": {"seconds": 1.0},
+        }
+        path = Path(f"{row}-{seed}")
+        runs.append(studies.Run(path=path, status="finished", status_text="finished", **given))
+    table = study_table(part, runs)
+    assert table.numbers.n.tolist() == [len(seeds)] * 2
+    assert table.numbers["mean"].tolist() == approx([fmean(seeds or [np.nan])] * 2, nan_ok=True)
+    assert told in table.markdown()
 
 
 def test_a_row_counts_the_runs_that_have_its_outcome():
@@ -517,8 +454,9 @@ def test_a_row_counts_the_runs_that_have_its_outcome():
         studies.Run(path=Path(str(seed)), seed=seed, outcomes=outcomes, **told)
         for seed, outcomes in enumerate(found)
     ]
-    (line,) = lines_of([Row(key="a", heads={})], runs, f1)
-    assert line.n == 1
+    known: Any = dict.fromkeys(("name", "title", "counted", "study")) | {"about": [], "notes": []}
+    table = table_of([{"key": "a"}], runs, [f1], heads={}, **known)
+    assert table.numbers.n.tolist() == [1]
 
 
 OWN_IMAGES = {"dataset.name": "own", "dataset.root": "images"}
@@ -533,23 +471,10 @@ def run(here: Path, model: Run) -> Path:
     return write(model, "mine", OWN_IMAGES)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "part"),
-    [
-        ("status", "interrupted", "must be a finished run"),
-        ("weights_sha256", None, "weights_sha256"),
-        ("easy_share", None, "easy_share"),
-    ],
-)
-def test_a_run_whose_summary_lacks_something_is_not_published(
-    run: Path, key: str, value: str | None, part: str
-):
-    summary = json.loads((run / "summary.json").read_text())
-    del summary[key]
-    if value is not None:
-        summary[key] = value
+def test_a_run_that_is_not_finished_is_not_published(run: Path):
+    summary = json.loads((run / "summary.json").read_text()) | {"status": "interrupted"}
     (run / "summary.json").write_text(json.dumps(summary))
-    assert_refused(script("publish", str(run), "mine.yaml"), part)
+    assert_refused(script("publish", str(run), "mine.yaml"), "must be a finished run")
     assert not Path("mine.jsonl").exists()
 
 
@@ -571,19 +496,8 @@ def test_a_published_run_is_a_line_from_which_its_row_is_known(run: Path):
         assert_succeeded(script("publish", str(folder), "mine.yaml"))
         line = json.loads(Path("mine.jsonl").read_text())  # there is only one
         assert line["name"] == "mine"
-        assert line["config"][TAU] == "auto"
-        assert line["config"]["dataset.root"] == "images"
-
-
-def test_a_published_run_of_before_has_no_mixed_samples(run: Path):
-    summary = json.loads((run / "summary.json").read_text())
-    for name in ("share", "samples", "tokens"):
-        summary[f"mixed_{name}"] = summary.pop(f"easy_{name}", None)
-    (run / "summary.json").write_text(json.dumps(summary | {"mixed_share": 0.25}))
-    assert_succeeded(script("publish", str(run), "mine.yaml"))
-    line = json.loads(Path("mine.jsonl").read_text())
-    assert line["easy_share"] == 0.25
-    assert "mixed_share" not in line
+        assert line["config"]["augmentation"]["htm"]["tau"] == "auto"
+        assert line["config"]["dataset"]["root"] == "images"
 
 
 def test_training_writes_what_tables_read():

@@ -1,18 +1,16 @@
-"""The style of all figures, the curves of one run, and the confusion matrix of an evaluation."""
+"""The style of all figures, and the curves of one run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from reproduction.errors import in_one_line
 from reproduction.files import replacing
 
 # The colour-blind safe palette of Okabe and Ito
@@ -26,9 +24,6 @@ STYLE: Any = {
     "text.parse_math": False,  # names of runs, classes and machines may contain $
 }
 
-MOST_NAMES = 30  # classes that a confusion matrix names; of more the first and the last
-MOST_VALUES = 15  # classes whose cells hold their shares
-LONGEST_CLASS = 16  # characters of a class name
 DPI = 150
 ACCURACY = (
     "Top-1 and loss on the images that the axis names, and training loss. That is of augmented and "
@@ -54,10 +49,9 @@ def figure(path: Path, *grid: int, figsize: tuple[float, float], **settings: Any
 def draw_mixed_samples(path: Path, steps: pd.DataFrame, batch_size: int) -> None:
     """Draws difficulty and mixed samples per batch over training, as in the paper's Figure 4.
 
-    `steps` may lack what an earlier revision did not count, mixed samples and their tokens, and the
-    difficulty, if all are of after the end of mixing.
+    `steps` may lack all of them, if they are of after the end of mixing.
     """
-    counted = ("difficulty", "mixed_samples", "mixed_tokens")
+    counted = ("difficulty", "mixed_samples", "mixed_tokens")  # not after the end of mixing
     steps = steps.reindex(columns=[*{*steps.columns, *counted}])
     with figure(path, 3, 1, figsize=(6, 6), sharex=True) as (difficulty, samples, tokens):
         epochs = steps.dropna(subset="difficulty").groupby("epoch")  # before off_epoch
@@ -119,27 +113,3 @@ def _scatter_with_mean(
     axes.plot(x, y, ".", color=color, rasterized=True, **dots)  # up to a million
     mean = y.rolling(max(1, len(y) // 50), center=True, min_periods=1).mean()
     axes.plot(x, mean, color=color, label=label)
-
-
-def draw_confusion(
-    path: Path, names: Sequence[str], classes: np.ndarray, predicted: np.ndarray
-) -> None:
-    """Draws the share of the images of each class, `n` indices, that is predicted as each one."""
-    from sklearn.metrics import ConfusionMatrixDisplay  # takes a second to import
-
-    side = 2.5 + 0.3 * min(len(names), MOST_NAMES)
-    with figure(path, figsize=(side + 1, side)) as axes:
-        ConfusionMatrixDisplay.from_predictions(
-            classes,
-            predicted,
-            labels=range(len(names)),
-            display_labels=[in_one_line(name, LONGEST_CLASS) for name in names],
-            normalize="true",
-            include_values=len(names) <= MOST_VALUES,
-            values_format=".0%",
-            xticks_rotation="vertical",
-            cmap="Blues",
-            ax=axes,
-        )
-        if len(names) > MOST_NAMES:
-            axes.set(xticks=[0, len(names) - 1], yticks=[0, len(names) - 1])

@@ -1,10 +1,8 @@
-"""Pictures of a trained run: mixed pairs, what VTM reads, and saliency (Figure 3).
+"""Pictures of a trained run: mixed pairs, and saliency (Figure 3).
 
 Letters: b batch, c classes, t spatial tokens, g tokens along a side, h w image.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +17,10 @@ from reproduction.reporting.drawing import ORANGE, figure
 from reproduction.reporting.trained import Sample, TrainedRun, with_htm
 from tokenmixup import HTM, TokenMixup, blocks_of
 from tokenmixup.horizontal import HorizontalMix
-from tokenmixup.vertical import INDICES
 
 LONGEST_LABEL = 13  # characters of a class name
 ROWS = 4  # images with saliency maps
 GRADIENTS_AT_ONCE = 16  # images per backward pass
-MOST_SOURCES = 8  # blocks whose tokens VTM reads
-DIMMED = 0.35  # brightness of what it does not read
 
 
 def draw_pairs(path: Path, trained: TrainedRun, sample: Sample) -> str:
@@ -117,56 +112,6 @@ def _outline(ax: Any, pixels: np.ndarray) -> None:
     ax.contour(places, places, inside, levels=[0.5], colors=[ORANGE], linewidths=1.5)
 
 
-def draw_memory(path: Path, trained: TrainedRun, sample: Sample) -> str:
-    """Draws which tokens VTM's first layer reads of the first images, and returns what is drawn.
-
-    ValueError if the model does not tell the saliency of a block.
-    """
-    module = trained.module
-    assert module.vtm is not None
-    layer, vtm = next(iter(module.vtm.by_layer.items()))
-    sources = range(layer)[-MOST_SOURCES:]
-    images, targets = sample.images[:ROWS], sample.targets[:ROWS]
-    pictures = displayable(images, trained.config)
-    module.model.eval()
-    prefix = module.adapter.num_prefix_tokens
-    choose = INDICES[vtm.class_token_offset]
-    with _beside(path, pictures, len(sources)) as (inputs, columns):
-        for ax, picture in zip(inputs, pictures, strict=True):
-            ax.set(xlim=(-1, len(picture)), ylim=(len(picture), -1))  # as with outlines
-        for column, source in zip(columns, sources, strict=True):
-            mix = with_htm(module, HTM(layer=source)).mixed_pairs(images, targets)
-            assert mix is not None
-            indices = choose(mix.saliency.cpu(), int(vtm.kappa), prefix) - prefix  # b kappa
-            column[0].set_title(f"into block {source}")
-            for ax, picture, chosen in zip(column, pictures, indices, strict=True):
-                read = torch.zeros(mix.saliency.shape[1], dtype=torch.bool)
-                read[chosen[chosen >= 0]] = True
-                pixels = _over_image(_grid(read), len(picture))
-                ax.imshow(np.where(pixels[..., None], picture, DIMMED * picture))
-                _outline(ax, pixels)
-    return (
-        f"What every query of block {layer} reads beside its own tokens: the {vtm.kappa} most "
-        "salient tokens that have entered each earlier block, outlined over the patches that they "
-        "come from. Training images without augmentation, which HTM has not mixed."
-    )
-
-
-@contextmanager
-def _beside(
-    path: Path, pictures: np.ndarray, columns: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the axes of images, which are drawn, and those of the columns beside them."""
-    size = (0.5 + 1.65 * (1 + columns), 1.9 * len(pictures) + 0.3)
-    with figure(path, len(pictures), 1 + columns, figsize=size, squeeze=False) as axes:
-        for ax, picture in zip(axes[:, 0], pictures, strict=True):
-            ax.imshow(picture)
-        axes[0, 0].set_title("input")
-        yield axes[:, 0], axes[:, 1:].T
-        for ax in axes.flat:
-            ax.set_axis_off()
-
-
 def displayable(images: Tensor, config: Config) -> np.ndarray:
     """Normalised `b 3 h w` -> `b h w 3` in 0..1."""
     mean = torch.tensor(config.dataset.mean)[:, None, None]
@@ -194,12 +139,16 @@ def draw_saliency_maps(path: Path, trained: TrainedRun, sample: Sample) -> str:
     """
     maps = saliency_maps(trained.module, sample.images, sample.targets)
     pictures = displayable(sample.images[:ROWS], trained.config)
-    with _beside(path, pictures, len(maps)) as (_, columns):
-        for column, (name, saliency) in zip(columns, maps.items(), strict=True):
-            for ax, tokens in zip(column, saliency[:ROWS], strict=True):
-                ax.imshow(_grid(tokens), cmap="viridis")
-            title = f"{name.replace('_', ' ')}\nentropy {entropy(saliency):.2f} nats"
-            column[0].set_title(title)
+    size = (0.5 + 1.65 * (1 + len(maps)), 1.9 * len(pictures) + 0.3)
+    with figure(path, len(pictures), 1 + len(maps), figsize=size, squeeze=False) as axes:
+        for row, picture in enumerate(pictures):
+            axes[row, 0].imshow(picture)
+            for ax, saliency in zip(axes[row, 1:], maps.values(), strict=True):
+                ax.imshow(_grid(saliency[row]), cmap="viridis")
+        for ax, (name, saliency) in zip(axes[0, 1:], maps.items(), strict=True):
+            ax.set_title(f"{name.replace('_', ' ')}\nentropy {entropy(saliency):.2f} nats")
+        for ax in axes.flat:
+            ax.set_axis_off()
     attention = "by attention (one step, which HTM uses)"
     if "full_rollout" in maps:
         attention = "by attention (full rollout, and one step, which HTM uses)"

@@ -19,7 +19,7 @@ from reproduction.reporting.drawing import (
     draw_accuracy,
     draw_mixed_samples,
 )
-from reproduction.reporting.pictures import draw_memory, draw_pairs, draw_saliency_maps
+from reproduction.reporting.pictures import draw_pairs, draw_saliency_maps
 from reproduction.reporting.trained import Sample, TrainedRun, load_trained, some_images
 
 Draw = Callable[[Path, TrainedRun, Sample], str]  # returns what is drawn
@@ -41,7 +41,6 @@ WHERE = (
 )
 OF_TRAINED: dict[str, dict[str, Draw]] = {
     "htm": {"mixed_pairs.png": draw_pairs, "saliency.png": draw_saliency_maps},
-    "vtm": {"memory.png": draw_memory},
 }
 
 

@@ -10,14 +10,14 @@ from reproduction.errors import UserError
 from reproduction.files import write_text
 from reproduction.folder import RunFolder
 from reproduction.identity import run_hash
-from reproduction.studies.page import HOW_TO_READ
-from reproduction.studies.rows import study_table
 from reproduction.studies.runs import config_of, published_config, read_store
 from reproduction.studies.study import Study, part_of, read
-from reproduction.studies.table import as_markdown, formatted
+from reproduction.studies.tables import HOW_TO_READ, as_markdown, formatted, study_table
 
 COPIED = (  # from summary.json into a line of results/
+    "name",
     "seed",
+    "seconds",
     "top1_last",
     "top1_median10",
     "top1_best",
@@ -28,12 +28,13 @@ COPIED = (  # from summary.json into a line of results/
     "starts",
     "easy_share",
     "easy_samples",
+    "mixed_share",
+    "mixed_samples",
+    "mixed_tokens",
     "parameters",
     "log",
     "weights_sha256",
 )
-# The same of what not every revision counts; of easy samples, earlier ones counted the tokens.
-IF_COUNTED = ("mixed_share", "mixed_samples", "mixed_tokens", "easy_tokens")
 HEAD = """# Results
 
 What was run, a section for each study. [How to read the tables](#how-to-read-the-tables), and the
@@ -76,7 +77,7 @@ def _section(path: Path, study: Study) -> Iterator[str]:
     """Yields Markdown of a study and its published runs."""
     runs = read_store(path.with_suffix(".jsonl"))
     whole, _ = part_of(str(path), study)
-    table = study_table(whole, runs, path.parent)
+    table = study_table(whole, runs)
     file = f"results/{path.name}"
     finished = f"{len(table.counted.runs)} of {whole.num_runs} runs are finished"
     yield f"## {study.title}\n"
@@ -99,17 +100,10 @@ def publish(run: Path, file: Path) -> Path:
     rows = {run_hash(point.config): point.config for point in points}
     own_hash = run_hash(folder.read_config())
     row = rows.get(own_hash)
+    if row is None or not folder.is_finished():
+        raise UserError(f"run={run}: must be a finished run of {file}")
     summary = folder.read_summary()
-    has_validation = "selected_epoch" in summary
-    if row is None or has_validation or not folder.is_finished():
-        raise UserError(f"run={run}: must be a finished run of {file}, without validation")
-    missing = [name for name in COPIED if name not in summary]
-    if missing:
-        raise UserError(f"run={run}: summary.json lacks {', '.join(missing)}")
-    line = {"name": summary.get("name") or folder.path.name}  # of a copy the original's
-    line |= {name: summary[name] for name in COPIED}
-    line |= {name: summary[name] for name in IF_COUNTED if name in summary}
-    line |= {"hours": round(summary["seconds"] / 3600, 3), "config": published_config(row)}
+    line = {name: summary[name] for name in COPIED} | {"config": published_config(row)}
     path = file.with_suffix(".jsonl")
     lines = []
     if path.exists():

@@ -3,19 +3,19 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from reproduction.config import Config
+from reproduction.config import Config, validated
 from reproduction.errors import OneLineError, in_one_line, told
-from reproduction.folder import RunFolder, summary_of_today
-from reproduction.identity import digest, flat, nested, row_hash, saved, settings
+from reproduction.folder import RunFolder
+from reproduction.identity import digest, row_hash, settings
 
 STACK_KEY = "augmentation.mixing"  # the names of the stack, as if they were a setting
 FEW_CLASSES = 5  # of which all are among the best five
 LAST_EPOCHS = 10  # some protocols report the best of them
 MEASURES = (  # of a run, beside its outcomes; tables have their means
+    "top1_last",
     "top1_median10",
     "top1_best",
     "top1_best10",
@@ -60,12 +60,10 @@ TOP5, TOP5_ON_VALIDATION = on_both("top5", "top-5")
 LOSS, LOSS_ON_VALIDATION = on_both("loss", "loss", unit="nats", gap="nats", spec=".3f")
 LOSS = replace(LOSS, title="held-out loss")
 OUTCOMES = (ON_TEST, LOSS, TOP5, ON_VALIDATION, LOSS_ON_VALIDATION, TOP5_ON_VALIDATION)
-FORMER_NAMES = {"top1_last": ON_TEST.name, "loss_last": LOSS.name}
 
 
 def outcome_of(name: str) -> Outcome:
     """Returns the outcome that a study names, of ours or of a metric of one's own."""
-    name = FORMER_NAMES.get(name, name)
     metric, _, _ = name.partition(" on ")
     for outcome in (*OUTCOMES, *of_metric(metric)):
         if outcome.name == name and metric.isidentifier():
@@ -84,7 +82,7 @@ class Run:
     path: Path  # of its folder; a published run has no more than its name
     status: str
     status_text: str  # also says how far it is, and why it is not further
-    began: float = 0.0  # time of its latest start
+    began: str = ""  # time of its latest start
     row_hash: str = ""  # the identity that the runs of all seeds share
     seed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)  # by `row_settings`
@@ -132,27 +130,18 @@ def read_run(folder: RunFolder) -> Run:
     """Returns the run of a folder, `unusable` if it cannot be read."""
     try:
         summary = {**folder.read_summary(), "status": folder.status()}
-        return _run(folder.path, folder.read_config(), summary, _began(folder, summary))
+        return _run(folder.path, folder.read_config(), summary)
     except (OneLineError, OSError, LookupError, TypeError, ValueError) as error:
         return Run(path=folder.path, status="unusable", status_text=f"unusable: {told(error)}")
 
 
-def _began(folder: RunFolder, summary: Mapping[str, Any]) -> float:
-    """Returns when its latest start was; of earlier revisions, when its summary was written."""
-    starts = summary.get("starts") or [{}]
-    if "began" in starts[-1]:
-        return datetime.fromisoformat(starts[-1]["began"]).timestamp()
-    if folder.summary_path.exists():
-        return folder.summary_path.stat().st_mtime
-    return 0.0
-
-
-def _run(path: Path, config: Config, summary: Mapping[str, Any], began: float) -> Run:
+def _run(path: Path, config: Config, summary: Mapping[str, Any]) -> Run:
+    starts = summary.get("starts", [])
     run = Run(
         path=path,
         status=summary["status"],
         status_text=_status_text(config, summary),
-        began=began,
+        began=max([start.get("began", "") for start in starts], default=""),
         row_hash=row_hash(config),
         seed=config.seed,
         settings=row_settings(config),
@@ -162,7 +151,7 @@ def _run(path: Path, config: Config, summary: Mapping[str, Any], began: float) -
     )
     if run.status != "finished":
         return run
-    return replace(run, outcomes=_outcomes(summary, config), measures=_measures(summary))
+    return replace(run, outcomes=_outcomes(summary, config), measures=_measures(summary, config))
 
 
 def _status_text(config: Config, summary: Mapping[str, Any]) -> str:
@@ -205,9 +194,11 @@ def _outcomes(summary: Mapping[str, Any], config: Config) -> dict[Outcome, float
     return {outcome: float(value) for outcome, value in found.items() if value is not None}
 
 
-def _measures(summary: Mapping[str, Any]) -> dict[str, float]:
+def _measures(summary: Mapping[str, Any], config: Config) -> dict[str, float]:
     """Returns the measures that a finished run has."""
     found = {name: summary.get(name) for name in MEASURES}
+    if config.augmentation.htm is None:
+        found |= {"easy_share": None, "mixed_share": None}
     first = summary["epochs"] - LAST_EPOCHS
     log = summary.get("log") or []
     late = [line["top1"] for line in log if "top1" in line and line.get("epoch", 0) > first]
@@ -222,23 +213,20 @@ def read_store(path: Path) -> list[Run]:
     """Returns the published runs of a file of results/."""
     runs = []
     for text in path.read_text().splitlines():
-        line = summary_of_today(json.loads(text))
-        summary = {**line, "status": "finished", "seconds": 3600 * line["hours"]}
-        runs.append(_run(Path(line["name"]), config_of(line), summary, began=0.0))
+        line = json.loads(text)
+        runs.append(_run(Path(line["name"]), config_of(line), {**line, "status": "finished"}))
     return runs
 
 
 def config_of(line: Mapping[str, Any]) -> Config:
     """Returns the configuration of a published line."""
-    leaves = json.loads(json.dumps(line["config"]).replace('"inf"', "Infinity"))
-    return saved(nested(leaves))
+    raw = json.loads(json.dumps(line["config"]).replace('"inf"', "Infinity"))
+    return validated(Config, raw)
 
 
 def published_config(config: Config) -> dict[str, Any]:
-    """Returns what determines the result of a run, as `config_of` reads it; paths as typed."""
-    names = settings(config)
-    leaves = {name: value for name, value in flat(asdict(config)) if name in names}
-    return json.loads(json.dumps(leaves), parse_constant=lambda infinity: "inf")
+    """Returns the configuration of a run, as `config_of` reads it."""
+    return json.loads(json.dumps(asdict(config)), parse_constant=lambda infinity: "inf")
 
 
 # --- the runs that count ------------------------------------------------------------------------

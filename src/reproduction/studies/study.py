@@ -12,6 +12,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from omegaconf import OmegaConf
 from pydantic import BeforeValidator, Field
 
 from reproduction.compose import (
@@ -20,10 +21,10 @@ from reproduction.compose import (
     expand,
     last_part,
     planned_point,
-    readable,
     word_of,
 )
 from reproduction.config import (
+    CONF_DIR,
     LONGEST_NAME,
     ROOT,
     Config,
@@ -36,9 +37,8 @@ from reproduction.config import (
 )
 from reproduction.errors import UserError
 from reproduction.files import cut
-from reproduction.help import GROUPS
+from reproduction.help import hydra_errors
 from reproduction.identity import changes_result, digest, row_hash, run_hash
-from reproduction.reading import read_yaml
 from reproduction.studies.runs import OUTCOMES, Outcome, outcome_of
 
 PAPER_FOLDER = Path(__file__).parent / "paper"
@@ -76,7 +76,6 @@ SHORT = [
 ]
 # An untrained model finds every sample difficult and attends evenly, so HTM would mix nothing.
 MIXING = ["augmentation.htm.tau=inf", "augmentation.htm.rho=0"]
-REFERENCE = "attention"  # of the ratios of latencies
 Printed = dict[Literal["top1", "top5"], float]  # percent, on the test set
 
 # --- the file -----------------------------------------------------------------------------------
@@ -131,7 +130,6 @@ class Study:
     source: str = ""  # of what is quoted
     quoted: dict[str, dict[str, Printed]] = Field(default_factory=dict)  # by row and column
     figures: dict[str, str] = Field(default_factory=dict)  # title -> ROW/PICTURE of its first run
-    latencies: dict[str, float] = Field(default_factory=dict)  # printed ms of HTM's detectors
     notes: list[str] = Field(default_factory=list)
 
     @property
@@ -152,8 +150,6 @@ class Study:
             if place.partition("/")[0] not in self.rows:
                 rule = f"must be ROW/PICTURE of one of {', '.join(self.rows)}"
                 raise ValueError(f"figures.{title}={place}: {rule}")
-        if self.latencies and REFERENCE not in self.latencies:
-            raise ValueError(f"latencies: must have {REFERENCE}, which ratios are to")
 
 
 def studies(name: str) -> dict[str, Study]:
@@ -177,8 +173,9 @@ def studies(name: str) -> dict[str, Study]:
 
 def read(path: Path) -> Study:
     """Reads a study; UserError names the file, the key and what is wrong with it."""
-    content = read_yaml(path)
     try:
+        with hydra_errors():
+            content = OmegaConf.to_container(OmegaConf.load(path))
         return validated(Study, content)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
@@ -347,7 +344,7 @@ def planned(
     parts = []
     for study_name, study in studies(name).items():
         has_all_rows = name in ("all", study_name)
-        part, runs = part_of(study_name, study, seeds, scale, readable(more), has_all_rows)
+        part, runs = part_of(study_name, study, seeds, scale, more, has_all_rows)
         parts.append(part)
         for point in runs:
             points.setdefault(run_hash(point.config), point)
@@ -411,7 +408,7 @@ def part_of(
 def unprinted(study: Study) -> Study:
     """Returns a study without what is printed of it, which other runs must not stand beside."""
     rows = {name: replace(row, printed={}) for name, row in study.rows.items()}
-    return replace(study, rows=rows, quoted={}, latencies={}, notes=[])
+    return replace(study, rows=rows, quoted={}, notes=[])
 
 
 def on_other_data(study: Study, data: str) -> Study:
@@ -434,7 +431,7 @@ def words_of(cell: Cell, study: Study, scale: str, more: Sequence[str]) -> list[
     """Returns the words of a cell at a scale. The last word for a key counts."""
     words = [*cell.words]
     if scale == SMOKE:
-        words += [*SHORT, *readable(study.smoke)]
+        words += [*SHORT, *study.smoke]
         if compose([*words, *more]).augmentation.htm is not None:
             words += MIXING
     return [*words, *more]
@@ -453,7 +450,8 @@ def overlap(key: str, other: str) -> bool:
     """Whether setting one key changes what another one has set; a group's option does not."""
     if key == other:
         return True
-    if key in GROUPS or other in GROUPS:
+    groups = {path.name for path in CONF_DIR.iterdir()}
+    if key in groups or other in groups:
         return False
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
