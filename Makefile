@@ -7,31 +7,9 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 REPRODUCED := $(patsubst %,reproduce-%,table1 table2 table3 table4 table5 figure3 figure4 openmixup all)
 SWEEPS := sweep-tau sweep-rho sweep-kappa
 
-# The variables that each target uses. Any other that was typed, such as SEED=3, is an error: $(origin NAME) is
-# `command line` for it. A make that this one calls sees these names as typed, and does not ask.
-OF_RUNS := SCALE SEEDS SET DATA DEVICES OUTPUTS
-$(foreach target,study $(REPRODUCED) $(SWEEPS),$(eval USES_$(target) := $(OF_RUNS) DRY_RUN JOBS LAUNCHER))
-USES_study += FILE
-USES_status := $(OF_RUNS) FILE
-USES_latency := SCALE OUTPUTS
-USES_cost := STUDIES SEEDS
-USES_runs := RUNS OUTPUTS AGAINST
-USES_report := SCALE SEEDS SET DEVICES OUTPUTS
-USES_publish := RUN FILE
-USES_check-published := WEIGHTS DATA OUTPUTS
-USES_bench := ROUNDS OUTPUTS
-USES_check-gpu := OUTPUTS
-USES_chaos := KILLS
-GOALS := $(or $(MAKECMDGOALS),help)
-USED := PYTHON $(foreach goal,$(GOALS),$(USES_$(goal)))
-TYPED = $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name)))
-ifeq ($(MAKELEVEL),0)
-  $(foreach name,$(filter-out $(USED),$(TYPED)),$(error $(name)=$($(name)): not for $(GOALS), allowed are $(USED)))
-endif
-
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev quickstart test test-all test-lowest test-plugins test-slurm lint format lock audit report clean status runs \
-  $(REPRODUCED) $(SWEEPS) latency study publish check-published cost bench check-gpu chaos
+.PHONY: help setup setup-dev quickstart test test-all test-lowest test-slurm lint format lock audit report clean status runs \
+  $(REPRODUCED) $(SWEEPS) study publish bench check-gpu chaos
 
 ##@ Using
 
@@ -39,7 +17,7 @@ help:  ## list all targets
 	@awk -F ':.*## *' '/^##@/ {print "\n" substr($$0, 5)} /^[a-z0-9-]+:.*##/ {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo 'Variables of tables, figures and sweeps (see $(BIN)/python -m scripts.reproduce --help):'
-	@echo '  SEEDS=3 SCALE=full|smoke SET="key=value ..." DATA=folder DEVICES=1 OUTPUTS=outputs JOBS=1 LAUNCHER=checked DRY_RUN=1'
+	@echo '  SEEDS=3 SCALE=full|smoke SET="key=value ..." DATA=folder DEVICES=1 OUTPUTS=outputs JOBS=1 LAUNCHER=basic DRY_RUN=1'
 
 # The newest Python that runs. Finding a name on PATH is not enough, since it may be a broken shim.
 PYTHON ?= $(shell for v in 3.13 3.12 3.11; do python$$v -c "import venv" 2>/dev/null && echo python$$v && break; done)
@@ -74,7 +52,7 @@ runs: .venv/installed  ## show all runs in OUTPUTS: what differs, accuracy, mixi
 
 bench: .venv/installed  ## measure what HTM and VTM add to a step on this machine; ROUNDS=40
 	$(BIN)/python -m scripts.bench $(if $(ROUNDS),--rounds $(ROUNDS)) \
-	  $(if $(OUTPUTS),--out "$(OUTPUTS)/bench.json")
+	  $(if $(OUTPUTS),--out "$(OUTPUTS)/bench.csv")
 
 clean:  ## remove .venv and caches, keep outputs/
 	rm -rf .venv .venv-tools .venv-lowest .venv-plugins .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -87,26 +65,19 @@ REPRODUCE = $(if $(DATA),DATA="$(DATA)") $(BIN)/python -m scripts.reproduce
 WORDS = $(if $(SEEDS),seeds=$(SEEDS)) $(if $(SCALE),scale=$(SCALE)) $(if $(DEVICES),devices=$(DEVICES)) \
   $(if $(OUTPUTS),output_root="$(OUTPUTS)") $(SET) $(if $(JOBS),jobs=$(JOBS)) \
   $(if $(LAUNCHER),hydra/launcher=$(LAUNCHER)) $(if $(DRY_RUN),dry_run=$(DRY_RUN))
-RUNS_IN = $(or $(OUTPUTS),outputs$(if $(filter smoke,$(SCALE)),/smoke))
 STUDY_figure3 := table1/cifar100_htm seeds=1
 STUDY_figure4 := table1/cifar100_htm
 STUDY_openmixup := results/openmixup_cifar100.yaml
 
 reproduce-table1:  ## train Table 1: CCT-7/3x1 on CIFAR-10 and CIFAR-100
 reproduce-table2:  ## train Table 2: ViT-B/16 on ImageNet-1K
-reproduce-table3:  ## train Table 3: saliency detectors, and measure their latency
+reproduce-table3:  ## train Table 3: saliency detectors
 reproduce-table4:  ## train Table 4: HTM without one of its parts
 reproduce-table5:  ## train Table 5: comparison and combination with other mixup methods
 reproduce-figure3:  ## train a run of Figure 3: saliency by gradient, full rollout, one step
 reproduce-figure4:  ## train the runs of Figure 4: mixed samples per batch over training
 reproduce-openmixup:  ## train DeiT-S on CIFAR-100 by OpenMixup's protocol, with HTM and VTM
 reproduce-all:  ## train all tables, figures and sweeps; SCALE=smoke runs everything in minutes
-# Table 3 also has latencies, which are measured before its runs.
-ifeq ($(filter-out 0,$(DRY_RUN)),)
-reproduce-table3 reproduce-all: latency
-endif
-latency: .venv/installed
-	$(BIN)/python -m scripts.latency --outputs "$(RUNS_IN)" $(if $(filter smoke,$(SCALE)),--rounds 1 --images 2)
 $(REPRODUCED): reproduce-%: .venv/installed
 	$(REPRODUCE) $(or $(STUDY_$*),$*) $(WORDS)
 
@@ -129,13 +100,6 @@ report: .venv/installed  ## write the paper's tables to outputs/report, from the
 publish: .venv/installed  ## add the line of a finished run to its study's; RUN=outputs/NAME FILE=results/NAME.yaml
 	$(BIN)/python -m scripts.publish "$(or $(RUN),$(error RUN=: must be the folder of a finished run))" \
 	  "$(or $(FILE),$(error FILE=: must be the file of its study, in results/))"
-
-cost: .venv/installed  ## estimate the hours of the paper's runs on this machine; STUDIES="table1 sweep-tau" selects studies
-	$(BIN)/python -m scripts.cost $(if $(SEEDS),--seeds $(SEEDS)) $(STUDIES)
-
-check-published: .venv/installed  ## evaluate the published checkpoints and compare with the printed values; WEIGHTS=folder DATA=folder
-	$(if $(DATA),DATA="$(DATA)") $(BIN)/python -m scripts.check_published \
-	  "$(or $(WEIGHTS),$(error WEIGHTS=: must be the folder of the published files))" $(if $(OUTPUTS),output_root="$(OUTPUTS)")
 
 ##@ Developing
 
@@ -166,9 +130,6 @@ test-lowest: .venv-tools/installed  ## run `make test` with the lowest versions 
 	  > "$$(.venv-plugins/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
 	.venv-plugins/bin/pip install --quiet --requirement requirements-plugins.txt
 	touch $@
-
-test-plugins: .venv-plugins/installed  ## run the tests of Hydra's joblib and Optuna plugins and of submitit
-	PYTHONPATH="$(CURDIR)/src" .venv-plugins/bin/python -m pytest tests/plugins -n 0
 
 test-slurm: .venv-plugins/installed  ## run sweeps on the SLURM cluster of this machine, as root; takes half an hour
 	TEST_SLURM=1 PYTHONPATH="$(CURDIR)/src" .venv-plugins/bin/python -m pytest tests/slurm -n 0

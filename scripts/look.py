@@ -1,38 +1,72 @@
-"""Looks into a trained run with HTM: what each tau and rho would mix, on batches of its images."""
+"""What each tau and rho would mix on batches of a trained run with HTM, to help choose them.
 
-from reproduction.compose import check_asked, word_of
-from reproduction.errors import Parser, one_line_errors, say
+python -m scripts.look RUN [KEY=package.module:factory ...]: the words name code of your own that
+the run has and that may run. Each layer is measured as if earlier ones did not mix.
+"""
+
+import dataclasses
+import sys
+from collections import defaultdict
+
+import pandas as pd
+import torch
+
+from reproduction.compose import check_asked
+from reproduction.data.inputs import build_training_inputs
+from reproduction.errors import UserError, one_line_errors, say
 from reproduction.folder import RunFolder
-from reproduction.identity import own_code
-from scripts import positive
+from reproduction.reporting.trained import load_trained, training_batches, with_htm
+from tokenmixup import mix_horizontal
+from tokenmixup.rules import rules_of
+
+BATCHES = 8
+TAUS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
+RHOS = (0.0, 0.001, 0.003, 0.005, 0.01, 0.02)
 
 
 @one_line_errors()
 def main() -> None:
-    """Prints, for each HTM layer, quantiles, samples by tau and tokens by rho."""
-    parser = Parser(description=__doc__)
-    parser.add_argument("run", metavar="RUN", help="folder of a trained run with HTM")
-    words = "KEY=package.module:factory"
-    parser.add_argument("words", metavar=words, nargs="*", help="code of your own that may run")
-    parser.add_argument("--batches", type=positive, default=8, help="to count over (default: 8)")
-    args = parser.parse_args()
-    folder = RunFolder(args.run.removeprefix("run="))
+    """Prints, for each HTM layer, the easy samples by tau, and of these the tokens by rho."""
+    place, *words = sys.argv[1:] or ["--help"]
+    if place == "--help":
+        say(str(__doc__))
+        return
+    folder = RunFolder(place.removeprefix("run="))
     config = folder.read_config()
-    code = {door.typed_key: path for door, path in own_code(config)}
-    allowed = ", ".join(f"{key}={path}" for key, path in code.items()) or "it has none"
-    for word in map(word_of, args.words):
-        if code.get(word.key) != word.value_text:
-            parser.error(f"{word.text}: must be code of the run: {allowed}")
-    check_asked(config, args.words, "images", "model")
-    from reproduction.reporting.suggestions import suggestions
-    from reproduction.training.stop import ending
-
-    try:
-        for text in suggestions(folder, config, args.batches):
-            say(text)
-    except Exception as error:
-        raise ending(error, config) from error
-    say("\n*: the run's own, at whose tau tokens are counted; pairs are matched anew for each rho.")
+    check_asked(config, words, "images", "model", "inputs", "tokens")
+    if config.augmentation.htm is None:
+        raise UserError(f"run={folder.path}: was trained without htm")
+    trained = load_trained(config, folder)
+    htm = trained.module.htm
+    assert htm is not None
+    module = with_htm(trained.module, dataclasses.replace(htm, tau=0.0))
+    module.scorenets = trained.module.scorenets
+    module.train()
+    module.model.eval()
+    inputs = build_training_inputs(config, trained.device)
+    size = config.recipe.batch_size // config.devices // config.recipe.grad_accum_steps
+    shares = defaultdict[tuple[int, str, float], list[float]](list)
+    for step, (pixels, classes) in enumerate(training_batches(trained, max(size, 1), BATCHES)):
+        mixed = inputs(pixels, classes, config.seed, step, 0)
+        targets = mixed.targets(len(trained.data.classes), config.recipe.label_smoothing)
+        with torch.no_grad():
+            layers = module(mixed.images, targets).layers
+        for seen in layers:
+            own = htm.by_layer[seen.layer]
+            tau, rho = float(own.tau), own.rho_for(seen.saliency.shape[1])
+            for x in sorted({*TAUS, tau}):
+                share = (seen.difficulty < x).float().mean()
+                shares[seen.layer, "easy samples by tau", x].append(float(share))
+            easy = seen.difficulty < tau
+            for x in sorted({*RHOS, rho, 2 * rho, 4 * rho}):
+                tokens = seen.saliency[..., None]  # any will do, as will targets
+                given = (tokens, targets, seen.saliency, seen.difficulty, tau, x, rules_of(own))
+                share = mix_horizontal(*given).mask[easy].float().mean()
+                shares[seen.layer, "tokens of easy samples by rho", x].append(float(share))
+    means = pd.Series({key: pd.Series(x).mean() for key, x in shares.items()})
+    for (layer, title), of_layer in means.groupby(level=[0, 1]):
+        texts = of_layer.droplevel([0, 1]).map("{:.1%}".format).rename(f"layer {layer}: {title}")
+        say(f"\n{texts.to_markdown(disable_numparse=True)}")
 
 
 if __name__ == "__main__":

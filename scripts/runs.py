@@ -28,9 +28,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.plot and args.plot.suffix not in (".svg", ".png"):
         raise UserError(f"plot={args.plot}: must end in .svg or .png")
-    from reproduction.studies.plots import draw_sweep
-    from reproduction.studies.rows import runs_table
+    from reproduction.studies.plots import draw
     from reproduction.studies.runs import read_runs
+    from reproduction.studies.tables import runs_table
 
     table = runs_table(read_runs(*args.folders), args.against)
     say(table.markdown())
@@ -38,9 +38,10 @@ def main() -> None:
         write_text(args.csv, table.csv())
         say(f"written to {args.csv}")
     if args.plot:
-        (section,) = table.sections
-        if not draw_sweep(args.plot, section):
+        finished = table.numbers[table.numbers.n > 0]
+        if finished.empty or not table.keys:
             raise UserError(f"plot={args.plot}: needs finished runs that differ in a key")
+        draw(args.plot, finished, table.main, table.keys)
         say(f"written to {args.plot}")
 
 
