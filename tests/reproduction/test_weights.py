@@ -28,7 +28,6 @@ from tests.doors import (
     evaluate,
     initial_model,
     load_run,
-    script,
     snapshot,
     train,
     trained,
@@ -301,22 +300,3 @@ def test_export_of_a_run_writes_its_weights_once(donor: Run, here: Path):
     before = snapshot()
     assert_refused(evaluate(words), "best.safetensors")
     assert snapshot() == before
-
-
-def test_published_checkpoints_are_evaluated_and_missing_ones_named(here: Path):
-    """On digits, which have the 10 classes of CIFAR-10."""
-    Path("files").mkdir()
-    state = published_state("cct", "cct_cifar10_HTM")
-    torch.save(as_published_cct(state), "files/cct_cifar10_HTM.pth.tar")
-    Path("files/cct_cifar10_VTM.pth").write_bytes(b"unread")
-    Path("files/notes.txt").write_text("of no model")
-    words = ["dataset=digits", "dataset.eval_limit=10", "device=cpu"]
-    result = script("check_published", "files", words)
-    assert result.status == 1, result.err  # one is not readable
-    lines = dict(line.split(": ", 1) for line in result.out.splitlines())
-    assert len(lines) == 9
-    assert "printed 97.57 %" in lines["cct_cifar10_HTM"]
-    assert "10.00 % (-87.57)" in lines["cct_cifar10_HTM"]
-    assert "cct_cifar10_VTM.pth: not readable" in lines["cct_cifar10_VTM"]
-    assert lines["vit_imagenet_HVTM"].endswith("printed 82.32 %: no such file")
-    assert_refused(script("check_published", str(here)), "cct_cifar10_HTM.*")
