@@ -36,8 +36,8 @@ from reproduction.identity import digest, settings_of_evaluation
 from reproduction.machine import is_first_rank
 
 OPTIONS = ("run", "weights", "checkpoint", "predictions", "images", "export")
+METRICS = "recipe.metrics."
 OF_A_RUN = ("device", "devices", "dataset", "recipe.precision", "model.source")
-FOR_TRAINING = ("dataset.limit", "dataset.validation", "dataset.validation_seed")
 
 
 def main(words: list[str]) -> None:
@@ -59,29 +59,16 @@ def main(words: list[str]) -> None:
 
 def taken(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Returns the words of OPTIONS by their keys, and the others; UserError if they do not fit."""
-    for typed in words:
-        if "=" not in typed and Path(typed).exists():
-            key = "run" if Path(typed).is_dir() else "checkpoint"
-            raise UserError(f"{typed}: must be {key}={typed}")
     options = {}
     others = []
-    for word in map(word_of, words):
-        if word.key in OPTIONS:
-            options[word.key] = os.path.expanduser(word.value_text)
-            if not options[word.key]:
-                raise UserError(f"{word.key}=: no value is set")
-        elif word.key in FOR_TRAINING:
-            raise UserError(f"{word.text}: not allowed here, it chooses the training images")
+    for word in words:
+        key, _, value = word.partition("=")  # as typed: the name of a run may have a = of its own
+        if key in OPTIONS:
+            options[key] = os.path.expanduser(value)
         else:
-            others.append(word.text)
-    names_run = "run" in options
-    names_file = "checkpoint" in options
-    names_weights_of_a_file = "weights" in options and not names_run
-    if names_run == names_file or names_weights_of_a_file:
+            others.append(word)
+    if ("run" in options) == ("checkpoint" in options):
         raise UserError("run=FOLDER [weights=...] or checkpoint=FILE: one of them must be given")
-    for key in ("predictions", "images"):
-        if "export" in options and key in options:
-            raise UserError(f"{key}={options[key]}: nothing is predicted beside export=FILE")
     if "images" in options and "predictions" not in options:
         raise UserError(f"images={options['images']}: needs predictions=FILE.csv")
     return options, others
@@ -122,7 +109,7 @@ def result_of(place: Path, config: Config, hashed: list[Any]) -> Path:
     tail = ".json"
     if hashed:
         tail = f"-{config.dataset.name}-{digest(hashed)}{tail}"
-    longest = LONGEST - len("-confusion")  # of a picture beside it
+    longest = LONGEST - len("-classes")  # of a table beside it
     return place.with_name(cut(place.name, longest, tail))
 
 
@@ -133,12 +120,15 @@ def changed(saved: Config, words: Sequence[str]) -> Config:
     """
     read = [*map(word_of, words)]
     for word in read:
-        is_metric = word.key.startswith(("recipe.metrics.", "recipe.metrics_options."))
+        is_metric = word.key.startswith((METRICS, "recipe.metrics_options."))
         if not (is_metric or word.key in OF_A_RUN or word.group in OF_A_RUN):
             allowed = ", ".join((*OPTIONS, *OF_A_RUN))
             raise UserError(f"{word.text}: not allowed here, allowed are {allowed}")
     raw = {**asdict(saved), "devices": 1, "compile": False}
     raw["recipe"]["metrics"] = {}  # only those that the words name run
+    named = {word.key.rpartition(".")[2] for word in read if word.key.startswith(METRICS)}
+    own_options = saved.recipe.metrics_options
+    raw["recipe"]["metrics_options"] = {x: own_options[x] for x in own_options if x in named}
     changes = [word.text for word in read if word.key != "dataset"]
     if len(changes) < len(words):
         of_dataset = [word.text for word in read if word.group == "dataset"]
@@ -213,14 +203,10 @@ def evaluate(config: Config, files: list[Path], options: dict[str, str], result:
     write_json(result, facts)
     written = [result]
     if file is not None:
-        from reproduction.reporting.drawing import draw_confusion
-
         write_predictions(file, predicted)
         by_class = result.with_name(f"{result.stem}-classes.csv")
         write_classes(by_class, predicted)
-        confusion = result.with_name(f"{result.stem}-confusion.svg")
-        draw_confusion(confusion, predicted.classes, predicted.targets, predicted.best[:, 0])
-        written += [file, by_class, confusion]
+        written += [file, by_class]
     say(f"written to {', '.join(map(str, written))}")
 
 

@@ -9,7 +9,7 @@ from reproduction.config import CONF_DIR
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="train")
 def main(tree: DictConfig) -> float | None:
-    """Trains one run. With -m the default launcher does not come here: hydra_plugins/checked.py."""
+    """Trains one run."""
     return train(tree)
 
 

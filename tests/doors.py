@@ -36,8 +36,8 @@ from torch import Tensor, nn
 
 from reproduction import load_run  # noqa: F401
 from reproduction.compose import compose, with_words
-from reproduction.config import ROOT, Config
-from reproduction.identity import flat, nested, run_hash, saved  # noqa: F401
+from reproduction.config import ROOT, Config, validated
+from reproduction.identity import flat, run_hash  # noqa: F401
 from reproduction.models.build import (
     build_model,
     build_module,
@@ -45,7 +45,6 @@ from reproduction.models.build import (
     without_weights,
 )
 from reproduction.models.cct import CCT  # noqa: F401
-from reproduction.reading import content_read_once
 from reproduction.reporting import report
 from reproduction.studies.study import planned
 from reproduction.training.ranks import World
@@ -222,14 +221,11 @@ def _captured(number: int) -> Iterator[Any]:
 
 
 def _forget() -> None:
-    """Clears what functions of the experiments hold, such as open data, as in a new process.
-
-    But for the content of files of YAML, which is kept by their text.
-    """
+    """Clears what functions of the experiments hold, such as open data, as in a new process."""
     ours = [module for name, module in sys.modules.items() if name.startswith("reproduction.")]
     for module in ours:
         for value in vars(module).values():
-            if hasattr(value, "cache_clear") and value is not content_read_once:
+            if hasattr(value, "cache_clear"):
                 value.cache_clear()
 
 
@@ -440,8 +436,8 @@ def config_of(*words: Words) -> Config:
 
 
 def hash_of(raw: dict[str, Any]) -> str:
-    """The hash of a saved configuration of any revision."""
-    return run_hash(saved(raw))
+    """The hash of a saved configuration."""
+    return run_hash(validated(Config, raw))
 
 
 def value_of(word: str) -> Any:
@@ -541,3 +537,15 @@ def snapshot(folder: str | Path = ".") -> dict[str, object]:
             else:
                 entries[str(path)] = None
     return entries
+
+
+def nested(values: dict[str, Any]) -> dict[str, Any]:
+    """Undoes `flat`."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *groups, name = key.split(".")
+        group = tree
+        for part in groups:
+            group = group.setdefault(part, {})
+        group[name] = value
+    return tree

@@ -10,10 +10,10 @@ SOURCE = ROOT / "src"
 # Packages and modules of `reproduction`; each may import those of the lines above its own.
 LAYERS = (
     ("files", "machine"),
-    ("cluster", "errors"),
+    ("errors",),
     ("door",),
     ("config",),
-    ("identity", "reading"),
+    ("identity",),
     ("data", "models"),
     ("folder", "help"),
     ("training",),
@@ -21,7 +21,6 @@ LAYERS = (
     ("jobs", "studies"),
     ("sweep",),
     ("application",),
-    ("submitted",),
     ("__init__",),
 )
 LIBRARY = {"torch", "numpy", "scipy", "einops", "tokenmixup"}  # what the library may import
@@ -72,7 +71,6 @@ def test_only_hydra_loads_the_plugins_which_import_the_experiments():
                 "omegaconf",
                 "pathlib",
                 "reproduction",
-                "submitit",
             }, path
 
 

@@ -64,22 +64,6 @@ def made(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(
-    ("target", "variable"),
-    [
-        ("report", "DRY_RUN=1"),
-        ("cost", "DEVICES=4"),
-        ("quickstart", "OUTPUTS=x"),
-        ("reproduce-table1", "SEED=3"),
-        ("status", "JOBS=2"),
-    ],
-)
-def test_a_target_refuses_a_variable_that_it_does_not_use(target: str, variable: str):
-    result = made(target, variable)
-    assert result.returncode != 0
-    assert f"{variable}: not for {target}" in result.stderr
-
-
 def test_a_folder_with_a_space_is_one_word_of_every_target():
     for target in ("runs", "report", "reproduce-table2", "bench"):
         result = made(target, "OUTPUTS=o p")

@@ -1,142 +1,24 @@
-"""Hydra's plugins of this project: launchers that check all points first, and two sweepers.
+"""Hydra's plugins of this project: two sweepers, whose runs any launcher trains.
 
 Hydra finds them here, and executes this file for it: nothing else imports it.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.singleton import Singleton
-from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job, setup_globals
-from hydra.plugins.launcher import Launcher
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus
 
-from reproduction.application import Notes
-from reproduction.compose import Point, command_of, planned_point
-from reproduction.config import StudyWords, validated
+from reproduction.compose import Point, command_of
+from reproduction.config import Command, StudyWords, validated
 from reproduction.errors import OneLineError, PlainError, first_line, say
-from reproduction.jobs import in_processes, objective, train_here
-from reproduction.submitted import Jobs, SlurmJobs, in_job
-from reproduction.sweep import Sweep, check_choice
-
-RAY = "hydra_plugins.hydra_ray_launcher."  # launchers whose jobs run on other machines
-
-
-def error_of(end: JobReturn) -> OneLineError | None:
-    """Returns the error of a job; None of one that has not failed."""
-    if end.status != JobStatus.FAILED:
-        return None
-    error = end._return_value  # Hydra's property would raise it
-    if isinstance(error, OneLineError):
-        return error
-    return PlainError(first_line(error))
-
-
-class CheckedLauncher(Launcher):
-    """Trains points on this machine, in turn or `jobs` at a time, that were all checked before."""
-
-    runs_here = True
-
-    def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
-        self.hydra_context = hydra_context
-        self.config = config
-        self.folder = Path(config.hydra.sweep.dir)  # which fixes its ${now:...} for all jobs
-
-    def launch(
-        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
-    ) -> list[JobReturn]:
-        """Trains the points that a sweeper chooses which is not ours; they are noted."""
-        node = self.config.hydra
-        command = command_of(self.config)
-        command.refuse(
-            "dry_run", "task", reason=f"{node.sweeper._target_} lists no points beforehand"
-        )
-        sweep = Sweep([planned_point(words) for words in job_overrides])
-        check_choice(sweep.points, node.sweeper._target_)
-        sweep.check(self.runs_here)
-        notes = Notes(self.folder)
-        numbers = range(initial_job_idx, initial_job_idx + len(sweep.points))
-        for number, point in zip(numbers, sweep.points, strict=True):
-            notes.add(number, point)
-        ends = list[JobReturn]()
-        errors = self.train(sweep.points, initial_job_idx)
-        for number, point, error in zip(numbers, sweep.points, errors, strict=True):
-            if error is None:
-                end = JobReturn(point.words, status=JobStatus.COMPLETED)
-                end.return_value = objective(point, command.objective)
-            else:
-                end = JobReturn(point.words, status=JobStatus.FAILED)
-                end.return_value = error
-                notes.add_error(number, error)
-            ends.append(end)
-        return ends
-
-    def train(self, points: Sequence[Point], first: int) -> Iterator[OneLineError | None]:
-        """Trains points, and yields the error of each; one that fails ends no other."""
-        jobs = command_of(self.config).jobs
-        if jobs is not None:
-            yield from in_processes(points, jobs)
-            return
-        for number, point in enumerate(points, first):
-            yield self.job(number, point)
-
-    def job(self, number: int, point: Point) -> OneLineError | None:
-        """Trains a point in this process, as Hydra's own launcher runs a job."""
-        node = self.config.hydra
-        configure_log(node.hydra_logging, node.verbose)
-        end = run_job(
-            hydra_context=self.hydra_context,
-            # the point has been checked; its tree is for HydraConfig and for callbacks
-            task_function=lambda tree: train_here(point),
-            config=point.job(self.config, number),
-            job_dir_key="hydra.sweep.dir",
-            job_subdir_key="hydra.sweep.subdir",
-        )
-        return error_of(end)
-
-
-class LocalLauncher(CheckedLauncher):
-    """Trains each point in a job of submitit on this machine."""
-
-    kind: type[Jobs] = Jobs
-
-    def __init__(self, **_: Any):
-        """The keys of hydra.launcher are read in their tree, where they are plain values."""
-
-    def setup(self, **given: Any) -> None:
-        super().setup(**given)
-        settings: Any = OmegaConf.to_container(self.config.hydra.launcher, resolve=True)
-        command_of(self.config).refuse_beside(settings["_target_"], "jobs", "task")
-        self.jobs = self.kind(settings)
-
-    def train(self, points: Sequence[Point], first: int) -> Iterator[OneLineError | None]:
-        return self.jobs.train(points, first, self)
-
-    def __call__(self, point: Point, number: int, state: Any) -> None:
-        """Trains a point in its job, to which submitit sends a copy of this launcher."""
-        Singleton.set_state(state)
-        setup_globals()
-        in_job(point, self.jobs.settings["cpus_per_task"], partial(self.job, number, point))
-
-    def checkpoint(self, *arguments: Any) -> Any:
-        """Returns what submitit submits when it queues a job again: the same."""
-        from submitit.helpers import DelayedSubmission
-
-        return DelayedSubmission(self, *arguments)
-
-
-class SlurmLauncher(LocalLauncher):
-    """Trains points in an array of SLURM."""
-
-    runs_here = False
-    kind = SlurmJobs
+from reproduction.jobs import in_processes
+from reproduction.sweep import Sweep
 
 
 class PointSweeper(BasicSweeper):
-    """Every value by every other, as Hydra's own sweeper, for any launcher.
+    """Every value by every other, as Hydra's own sweeper; ends with a table.
 
     All points are checked before the first one starts, or listed.
     """
@@ -145,32 +27,28 @@ class PointSweeper(BasicSweeper):
         super().__init__(max_batch_size=None, params=params)
 
     def sweep(self, arguments: list[str]) -> Any:
-        assert self.config is not None and self.launcher is not None
+        assert self.config is not None
+        HydraConfig.instance().set_config(self.config)  # of which points are composed
         command = command_of(self.config)
-        if isinstance(self.launcher, CheckedLauncher):
-            runs_here = self.launcher.runs_here
-        else:
-            target = self.config.hydra.launcher._target_
-            command.refuse_beside(target, "jobs", "task")
-            runs_here = not target.startswith(RAY)
         sweep = self.sweep_of(arguments)
         if command.dry_run:
             say(sweep.listing())
-            return []
-        sweep = sweep.only(command.task)
-        sweep.check(runs_here)
-        errors = sweep.wait(self.ends_of(sweep.points, command.task or 0))
-        sweep.conclude(errors)
-        return []
-
-    def ends_of(self, points: Sequence[Point], first: int) -> Iterator[OneLineError | None]:
-        """Lets the launcher train points, the first of this number; yields the error of each."""
-        assert self.launcher is not None  # of a sweep
-        if isinstance(self.launcher, CheckedLauncher):
-            yield from self.launcher.train(points, first)
             return
-        words = [point.words_of_job for point in points]
-        yield from map(error_of, self.launcher.launch(words, first))
+        sweep = sweep.only(command.task)
+        sweep.check()
+        try:
+            errors = [*filter(None, self.errors_of(sweep.points, command))]
+        except KeyboardInterrupt as interrupt:
+            errors = [sweep.interrupted_by(interrupt)]
+        sweep.conclude(errors)
+
+    def errors_of(self, points: Sequence[Point], command: Command) -> list[OneLineError | None]:
+        """Trains points by `jobs` processes, or by the launcher; returns the error of each."""
+        assert self.launcher is not None  # of a sweep
+        if command.jobs is not None:
+            return [*in_processes(points, command.jobs)]
+        words = [point.words for point in points]
+        return [*map(error_of, self.launcher.launch(words, command.task or 0))]
 
     def sweep_of(self, arguments: list[str]) -> Sweep:
         return Sweep.over_keys([*self._parse_config(), *arguments])
@@ -185,3 +63,11 @@ class StudySweeper(PointSweeper):
 
     def sweep_of(self, arguments: list[str]) -> Sweep:
         return Sweep.of_study(validated(StudyWords, self.words), arguments)
+
+
+def error_of(end: JobReturn) -> OneLineError | None:
+    """Returns the error of a job; None of one that has not failed."""
+    if end.status != JobStatus.FAILED:
+        return None
+    error = end._return_value  # Hydra's property would raise it
+    return error if isinstance(error, OneLineError) else PlainError(first_line(error))

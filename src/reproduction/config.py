@@ -22,7 +22,6 @@ from pydantic import (
     ValidationError,
 )
 from pydantic.dataclasses import dataclass
-from pydantic.json_schema import SkipJsonSchema
 
 from reproduction.door import Door
 from reproduction.errors import UserError, as_typed, in_one_line
@@ -86,7 +85,13 @@ Channels = Annotated[list[Amount], Field(min_length=3, max_length=3)]
 Deviations = Annotated[list[Positive], Field(min_length=3, max_length=3)]
 Range = Annotated[list[Part], Field(min_length=2, max_length=2)]
 FolderName = Annotated[str, AfterValidator(folder_name)]
-PathName = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
+# `data/x/` is `data/x`; relative ones stay so: a project may be moved
+PathName = Annotated[
+    str,
+    Field(min_length=1),
+    AfterValidator(os.path.expanduser),
+    AfterValidator(os.path.normpath),
+]
 
 
 class Fixed(NamedTuple):
@@ -233,6 +238,12 @@ class Dataset:
     source: Annotated[str, DATA, AfterValidator(DATA.path)]
     options: dict[str, Any] = Field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if max(values) > 1:
+                rule = f"must be of pixels in 0..1, perhaps {[round(x / 255, 4) for x in values]}"
+                raise ValueError(f"dataset.{name}={values}: {rule}")
+
     @property
     def fixed(self) -> Fixed | None:
         """What is known of its images, if they are the same everywhere."""
@@ -306,9 +317,8 @@ class Augmentation:
     """
 
     off_epoch: Count | None = None
-    own: Annotated[  # nobody types this key, but augmentation.NAME
-        dict[FolderName, OwnMix], Field(max_length=1), SkipJsonSchema()
-    ] = Field(default_factory=dict)
+    # nobody types this key, but augmentation.NAME
+    own: dict[FolderName, OwnMix] = Field(default_factory=dict, max_length=1)
     mixup: InputMix | None = None
     cutmix: InputMix | None = None
     manifold_mixup: Annotated[
@@ -376,6 +386,14 @@ class Recipe:
     log_every: Count
     evaluate_every: Count
     transforms: Transforms
+
+    def __post_init__(self) -> None:
+        for name in self.metrics_options.keys() - self.metrics.keys():
+            reason = f"+recipe.metrics.{name}=package.module:factory is missing"
+            raise ValueError(f"recipe.metrics_options.{name}: {reason}")
+        if self.warmup_epochs > self.epochs:
+            rule = f"must be at most recipe.epochs={self.epochs}, or the rate never arrives"
+            raise ValueError(f"recipe.warmup_epochs={self.warmup_epochs}: {rule}")
 
 
 @schema
@@ -449,37 +467,7 @@ class Command:
     task: Whole | None
     dry_run: bool
     row: str | None
-    planned: str | None
     objective: Literal["val_top1", "val_top5", "val_loss"]
-
-    def refuse(self, *names: str, reason: str) -> None:
-        """Raises UserError for the first of these that is set."""
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and value is not False:
-                raise UserError(f"{name}={value}: {reason}")
-
-    def refuse_beside(self, launcher: str, *names: str) -> None:
-        """Raises UserError for the first of these that is set, as it needs another launcher."""
-        self.refuse(*names, reason=f"is for hydra/launcher=checked, not {launcher}")
-
-
-def check_new(config: Config) -> None:
-    """Raises UserError for what a saved run may hold, and a new one may not."""
-    recipe = config.recipe
-    for name, options in recipe.metrics_options.items():
-        if name not in recipe.metrics:
-            reason = f"+recipe.metrics.{name}=package.module:factory is missing"
-            raise UserError(f"recipe.metrics_options.{name}={options}: {reason}")
-    for name in ("mean", "std"):
-        values = getattr(config.dataset, name)
-        if max(values) > 1:
-            scaled = [round(value / 255, 4) for value in values]
-            rule = f"must be of pixels in 0..1, perhaps {scaled}"
-            raise UserError(f"dataset.{name}={values}: {rule}")
-    if recipe.warmup_epochs > recipe.epochs:
-        rule = f"must be at most recipe.epochs={recipe.epochs}, or the rate never arrives"
-        raise UserError(f"recipe.warmup_epochs={recipe.warmup_epochs}: {rule}")
 
 
 def validated(kind: type[Kind], raw: Any) -> Kind:
@@ -504,17 +492,11 @@ def _told(mistake: Any, raw: Any) -> str:
 
     A message of ours that does not begin with `must` names its keys itself.
     """
+    text = mistake["msg"].removeprefix("Value error, ")
     keys = [*_keys(mistake["loc"], raw)]
     if mistake["type"] == "missing":
-        keys.append(mistake["loc"][-1])
-    key = ".".join(keys)
-    text = mistake["msg"].removeprefix("Value error, ")
-    if mistake["type"] == "missing":
-        return f"{key}: no value is set"
+        return f"{'.'.join([*keys, mistake['loc'][-1]])}: no value is set"
     if mistake["type"] == "value_error" and not text.startswith("must"):
-        if key.startswith("augmentation.") and not text.startswith("augmentation."):
-            return f"augmentation.{text}"  # of the library, which knows no group
-        return text
-    if mistake["type"] == "unexpected_keyword_argument":
-        text = "unknown key"
-    return f"{key}={in_one_line(as_typed(mistake['input']), 200)}: {text}"
+        is_of_the_library = "augmentation" in keys and not text.startswith("augmentation.")
+        return f"augmentation.{text}" if is_of_the_library else text  # which knows no group
+    return f"{'.'.join(keys)}={in_one_line(as_typed(mistake['input']), 200)}: {text}"

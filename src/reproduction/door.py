@@ -108,10 +108,6 @@ class Door:
         """Has the schema check what stands at a key that is annotated with this door."""
         return no_info_after_validator_function(self.checked, handler(kind))
 
-    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
-        """What help says of it."""
-        return {"type": "string", "allowed": self.allowed}
-
     def factory(self, chosen: str) -> Callable[..., Any]:
         """Returns the factory of a name or a path; Refused if its module has none."""
         path = self.path(chosen)

@@ -15,14 +15,12 @@ from typing import Literal, NoReturn, TextIO, TypeVar
 
 from tqdm import tqdm
 
-from reproduction.files import LACKS, lack_behind, write_json
+from reproduction.files import LACKS, lack_behind
 from reproduction.machine import is_first_rank
 
 # Signals that end a run: from a terminal, on preemption, or from a launcher.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 LONGEST_LINE = 2000  # characters
-# Environment variable: the file in which a job notes its error, for the sweep that waits for it.
-NOTE = "TOKENMIXUP_NOTE"
 
 
 def in_one_line(text: str, longest: int = LONGEST_LINE) -> str:
@@ -70,19 +68,11 @@ def counts_text(counts: Mapping[str, int]) -> str:
 
 def as_typed(value: object) -> str:
     """Formats a value as on a command line: null, true, [1,2]."""
-    if value is None:
-        return "null"
-    if isinstance(value, list):
-        return f"[{','.join(map(as_typed, value))}]"
-    if isinstance(value, dict):
-        pairs = [f"{key}: {as_typed(x)}" for key, x in value.items()]
-        return f"{{{', '.join(pairs)}}}"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if not isinstance(value, float):
-        return str(value)
-    short = f"{value:.10g}"
-    return short if float(short) == value else repr(value)  # two values never look alike
+    if isinstance(value, float):
+        return repr(value).removesuffix(".0")
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, separators=(",", ": "), default=str)
 
 
 class OneLineError(Exception):
@@ -102,15 +92,6 @@ class UserError(OneLineError):
 
 class PlainError(OneLineError):
     """A failure. The line is sufficient, or a traceback was printed before."""
-
-
-def noted_error(path: Path) -> OneLineError:
-    """Returns the error that a job has noted in a file, and removes it."""
-    line, status = json.loads(path.read_text())
-    path.unlink()
-    error = OneLineError(line)
-    error.status = status
-    return error
 
 
 def of_system(error: OSError, key: str = "") -> OneLineError:
@@ -180,9 +161,6 @@ def one_line_errors() -> Iterator[None]:
         status, line = 130, str(interrupt) or "interrupted"
     if is_first_rank():
         warn(f"{program()}: {line}")
-        if NOTE in os.environ and status != Interrupted.status:  # which the folder tells
-            with suppress(OSError):  # on a full disk the line is in the log alone
-                write_json(Path(os.environ[NOTE]), (line, status))
     sys.exit(status)
 
 
@@ -246,9 +224,5 @@ class Pulse:
 
 
 def hide_warnings() -> None:
-    """Hides warnings in a program of ours: Pillow's name no file, Hydra's no fault of a user.
-
-    Hydra's are about launchers that have the name of a plugin's, and its keys.
-    """
+    """Hides Pillow's warnings, which name no file."""
     warnings.filterwarnings("ignore", module=r"PIL\.")
-    warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/submitit_")

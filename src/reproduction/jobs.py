@@ -13,7 +13,7 @@ from types import FrameType
 
 from reproduction.compose import Point, hydra_arguments
 from reproduction.config import TRAIN
-from reproduction.errors import NOTE, Interrupted, OneLineError, PlainError, noted_error, say
+from reproduction.errors import OneLineError, PlainError, UserError, say
 from reproduction.machine import CORES, usable_cores
 
 Environment = dict[str, str]
@@ -92,20 +92,19 @@ def in_processes(points: Sequence[Point], jobs: int) -> Iterator[OneLineError | 
     def train_apart(point: Point) -> OneLineError | None:
         path = point.folder.path
         log_path = logs / f"{path.name}.log"
-        note = logs / f"{path.name}.json"
         environment = free.get()
         try:
             if signals or point.folder.is_finished():
                 return None
             say(str(path))
-            note.unlink(missing_ok=True)
             with log_path.open("ab") as log:
+                begin = log.tell()
                 process = subprocess.Popen(
-                    [sys.executable, TRAIN, *arguments, *point.words_of_job],
+                    [sys.executable, TRAIN, *arguments, *point.words],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=os.environ | environment | {NOTE: str(note.absolute())},
+                    env=os.environ | environment,
                     process_group=0,  # so that Ctrl-C reaches it only once, by `forward`
                 )
                 running.add(process)
@@ -119,12 +118,12 @@ def in_processes(points: Sequence[Point], jobs: int) -> Iterator[OneLineError | 
             return None
         if status < 0:
             return PlainError(f"{path}: ended by {signal.Signals(-status).name}")
-        if status == Interrupted.status:
-            kept = f"interrupted; {path} is kept as interrupted"
-            return PlainError(f"{kept}, {point.config.how_to_continue}")
-        if note.exists():
-            return noted_error(note)
-        return PlainError(f"{path}: ended with status {status}; its output is in {log_path}")
+        line = log_path.read_bytes()[begin:].decode(errors="replace").strip().rpartition("\n")[2]
+        if not line.startswith(f"{TRAIN.name}: "):
+            line = f"{path}: ended with status {status}; its output is in {log_path}"
+        error = PlainError(line.removeprefix(f"{TRAIN.name}: "))
+        error.status = UserError.status if status == UserError.status else PlainError.status
+        return error
 
     logs.mkdir(parents=True, exist_ok=True)
     say(f"{jobs} runs at a time, logs in {logs}")

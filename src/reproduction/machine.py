@@ -32,6 +32,19 @@ def is_first_rank() -> bool:
     return launched_ranks() is None or os.environ.get("RANK", "0") == "0"
 
 
+def job_id() -> str | None:
+    """Returns the job of SLURM in which this process runs, by the name that squeue has for it."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    if array is not None:
+        return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    return os.environ.get("SLURM_JOB_ID")
+
+
+def is_restarted() -> bool:
+    """Whether SLURM has started this job before, which may not have ended everywhere."""
+    return "SLURM_RESTART_COUNT" in os.environ
+
+
 def usable_cores() -> int:
     """Returns the cores of this process: by machine, affinity, container and CORES."""
     from joblib import cpu_count  # takes a moment to import

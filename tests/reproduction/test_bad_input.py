@@ -17,7 +17,6 @@ from tests.doors import (
     SMALL,
     Run,
     assert_refused,
-    assert_succeeded,
     evaluate,
     eventually,
     runs,
@@ -98,7 +97,7 @@ def test_a_missing_gpu_is_named(here: Path):
 
 def test_a_graph_is_refused_where_its_job_lands_without_a_gpu(monkeypatch: pytest.MonkeyPatch):
     """The machine that has checked the job has one."""
-    monkeypatch.setattr("reproduction.sweep.Checks.check_device", lambda *_: None)
+    monkeypatch.setattr("reproduction.sweep.check_run", lambda *_: None)
     assert_refused(train(SMALL, "compile=cuda-graph", "device=cpu"), "compile=cuda-graph: is for")
 
 
@@ -125,115 +124,6 @@ def test_a_run_outlives_its_terminal(here: Path):
         eventually(lambda: process.poll() is not None)
     assert process.returncode == 0
     assert Run("outputs/mine").summary["status"] == "finished"
-
-
-@pytest.mark.parametrize("model", ["cct_2_3x2", "vit_tiny_patch16_224"])
-def test_help_says_what_is_allowed_for_every_key(here: Path, model: str):
-    stack = "augmentation=[mixup,cutmix,manifold_mixup,htm,vtm]"
-    words = [f"model={model}", stack, "logger=[wandb,tensorboard]"]
-    allowed = dict(re.findall(r"^([\w.]+) +(\S.*)$", train(words, "--help").out, re.MULTILINE))
-    shown = yaml.safe_load(train(words, "--cfg", "job").out)
-    others = ("logger.", "augmentation.chosen.")
-    missing = [key for key in keys_of(shown) if key not in allowed]
-    assert [key for key in missing if not key.startswith(others)] == []
-    assert "auto" in allowed["augmentation.htm.tau"]
-    assert "cuda-graph" in allowed["compile"]
-    assert "augmentation.own" not in allowed  # which is typed augmentation.NAME
-    assert "float16" in allowed["recipe.precision"]
-    assert ">= 1" in allowed["recipe.epochs"]
-    assert ("model.conv_layers" in allowed) == (model == "cct_2_3x2")
-    assert not snapshot()
-
-
-@pytest.mark.parametrize("choice", ["dataset=custom", "model=timm", "dataset=image_folder"])
-def test_help_does_not_need_what_must_be_set(here: Path, choice: str):
-    result = train("--help", choice)
-    assert_succeeded(result)
-    shown = re.findall(r"^([\w.]+) .* \[(.+)\]$", result.out, re.MULTILINE)
-    values = dict(shown)
-    assert values["dataset.root"] == "null"
-    assert values["compile"] == "false"
-    assert "None" not in values.values()
-    missing = {key for key, value in values.items() if value == "???"}
-    assert (
-        missing
-        == {
-            "dataset=custom": {"dataset.source"},
-            "model=timm": {"model.architecture", "model.name"},
-            "dataset=image_folder": set(),
-        }[choice]
-    )
-
-
-def keys_of(tree: dict[str, Any], prefix: str = "") -> list[str]:
-    found: list[str] = []
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            found += keys_of(value, f"{prefix}{key}.")
-        else:
-            found.append(f"{prefix}{key}")
-    return found
-
-
-GLOBAL = b"# @package _global_\n"
-CONTENTS = {  # of a file of YAML -> what is said of it
-    b"recipe:\n\tlr: 3\n": "line 3, `lr: 3`: a tab",
-    b"recipe: {lr: 1,\n  lr: 2}\n": "line 3, `lr: 2}`: lr stands here twice",
-    b"# caf\xe9\nseed: 3\n": "line 2: is no UTF-8 text",
-    b"seed: [1\n": "line 3, `the end`: expected ',' or ']'",
-    b"seed: 3\0\n": "line 2: a character that no text has",
-    b"- seed\n": "",
-    b"seed": "",
-}
-
-
-@pytest.mark.parametrize("content", CONTENTS)
-def test_a_file_of_yaml_is_refused_by_its_name_and_line(here: Path, content: bytes):
-    path = here / "my" / "experiment" / "x.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(GLOBAL + content)
-    told = f"{path}{', ' * bool(CONTENTS[content])}{CONTENTS[content]}"
-    words = ("--config-dir", "my", "experiment=x", "dry_run=1")
-    assert_refused(train(words), told)
-    assert_refused(train("-m", words, "seed=0,1"), told)
-    assert_refused(doors.script("reproduce", str(path), "dry_run=1"), told)
-
-
-def test_a_byte_order_mark_is_no_part_of_a_file(here: Path):
-    path = here / "my" / "experiment" / "x.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"\xef\xbb\xbf" + GLOBAL + b"seed: 3\n")
-    assert "-s3-" in train("--config-dir", "my", "experiment=x", "dry_run=1").out
-
-
-@pytest.mark.parametrize("group", ["experiment", "of_mine"])
-@pytest.mark.parametrize("head", ["", "# mine\n# @package _global_\n"])
-def test_a_forgotten_package_is_named(here: Path, group: str, head: str):
-    path = here / "my" / group / "x.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_text(f"{head}seed: 3\n")
-    told = f"{path}: must begin with the line `# @package _global_`"
-    assert_refused(train("--config-dir", "my", f"+{group}=x", "dry_run=1"), told)
-
-
-def test_what_a_file_names_is_not_blamed_on_the_words(here: Path):
-    path = here / "my" / "experiment" / "x.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(GLOBAL + b"defaults:\n  - override /recipe: nix\n")
-    result = train("--config-dir", "my", "experiment=x", "dry_run=1")
-    assert_refused(result, "train.py: In 'train': Could not find 'recipe/nix'; allowed: ")
-
-
-@pytest.mark.parametrize("mode", [(), ("-m",)], ids=["run", "sweep"])
-@pytest.mark.parametrize("place", [("--config-dir", "my"), ("hydra.searchpath=[my]",)])
-def test_files_of_ones_own_are_among_what_is_allowed(
-    here: Path, place: tuple[str, ...], mode: tuple[str, ...]
-):
-    path = here / "my" / "augmentation" / "resizemix.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_text("chosen: {resizemix: true}\n")
-    result = train(mode, place, "augmentation=[resizemx,htm]")
-    assert_refused(result, "augmentation/resizemx", "perhaps resizemix; allowed: cutmix")
 
 
 FILES_OF_KEYS = ["augmentation/*", "dataset/*", "logger/*", "model/*", "recipe/*", "train"]

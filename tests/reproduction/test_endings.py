@@ -1,12 +1,10 @@
 """An error is the error: what decides how a run ends, and where each reason is told."""
 
-import ctypes
 import gc
 import os
 import resource
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
@@ -163,20 +161,6 @@ def test_nan_of_one_rank_is_nan_on_all(here: Path):
     mp.spawn(_largest, (str(here / "store"),), nprocs=2)
 
 
-def test_a_finished_run_with_damaged_lines_tells_its_result(here: Path):
-    words = (ONE, "resume=auto")
-    assert_succeeded(train(words))
-    for damage in ('{"step": 1\n', ""):
-        Path("outputs/mine/report.md").unlink(missing_ok=True)
-        Path("outputs/mine/metrics.jsonl").write_text(damage)
-        for more in ((), ("-m", "seed=0")):
-            result = train(words, more)
-            assert_succeeded(result, "mine: top-1")
-            if damage:
-                assert_refused(result, "no report", "metrics.jsonl", status=0)
-    assert "lines of metrics.jsonl are lost" in Path("outputs/mine/report.md").read_text()
-
-
 def test_a_run_whose_lock_cannot_be_opened_is_a_row_of_the_table(here: Path):
     """Such as one of another user; to see that a run is going on, it is enough to read the lock."""
     trained(ONE, name="done")
@@ -191,33 +175,6 @@ def test_a_run_whose_lock_cannot_be_opened_is_a_row_of_the_table(here: Path):
         assert_succeeded(script("runs", "outputs"), "1 finished", "going", "unusable", ".lock: ")
 
 
-@contextmanager
-def without_rights_of_root() -> Iterator[None]:
-    """Closed folders are closed for root too: without CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
-    libc = ctypes.CDLL(None)
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version of the call, this thread
-    rights = (ctypes.c_uint32 * 6)()  # of capabilities 0..31 and 32..63; the first are effective
-    assert libc.capget(header, rights) == 0
-    fewer = (ctypes.c_uint32 * 6)(*rights)
-    fewer[0] &= ~0b110
-    assert libc.capset(header, fewer) == 0
-    try:
-        yield
-    finally:
-        assert libc.capset(header, rights) == 0
-
-
-def test_a_run_that_another_user_has_closed_is_a_row_of_the_table(here: Path):
-    trained(ONE, name="done")
-    trained(ONE, name="closed")
-    Path("outputs/closed").chmod(0)
-    with without_rights_of_root():
-        table = script("runs", "outputs")
-        again = train(ONE, "name=closed", "resume=auto")
-    assert_succeeded(table, "1 finished", "closed", "unusable", "Permission denied")
-    assert_refused(again, "Permission denied")
-
-
 def test_a_full_disk_is_a_failure_that_names_the_file(here: Path):
     """Also where torch.save has made another error of the system's: it does at some sizes."""
     whole = trained(ONE, root="whole").path / "checkpoints"
@@ -225,8 +182,8 @@ def test_a_full_disk_is_a_failure_that_names_the_file(here: Path):
     largest = (whole / "last.pt").stat().st_size
     for part in (1, 4, 7):
         with files_end_at(smallest + part * (largest - smallest) // 8):
-            result = train(ONE, f"output_root={part}")
-        assert_refused(result, f"{part}/mine/checkpoints/last.pt: File too large", status=1)
+            result = train(ONE, f"output_root=part{part}")
+        assert_refused(result, f"part{part}/mine/checkpoints/last.pt: File too large", status=1)
     with files_end_at(100):
         result = evaluate("run=whole/mine", "device=cpu")
         assert_refused(result, "whole/mine/evaluation-last.json: File too large", status=1)
@@ -254,7 +211,7 @@ def test_the_name_of_an_output_is_refused_before_the_work_or_written(here: Path)
     words = (f"checkpoint={weights}", "model.embed_dim=16", "dataset.eval_limit=60", "device=cpu")
     assert_succeeded(evaluate(words, "predictions=mine.csv"), "written to")
     names = sorted(path.name[-14:] for path in Path("outputs/evaluations").iterdir())
-    assert "-confusion.svg" in names
+    assert any(name.endswith("-classes.csv") for name in names)
     assert_refused(script("runs", "outputs", "--csv", "c" * 256), "File name too long")
 
 

@@ -131,8 +131,7 @@ def test_files_of_all_kinds_are_read_and_broken_ones_named(run: Run, photos: Pat
         assert "no readable image" in line
         assert ("more than 8 bits" in line) == (name in DEEP)
         assert ("none of AVIF" in line) == (name in OF_NO_FORMAT)
-    assert len(result.lines) == len(BROKEN) + 1
-    assert "1 .txt" in result.err
+    assert len(result.lines) == len(BROKEN) + 1  # the count of other files
 
 
 def shown(run: Run, path: Path | str) -> np.ndarray:
@@ -290,14 +289,12 @@ def test_classes_without_a_held_out_image_are_named(images: Path):
     assert result.lines == ["warning: 1 of 2 classes have no held-out image: dog"]
 
 
-def test_broken_images_are_counted_and_end_the_run(images: Path):
+def test_other_images_take_the_place_of_broken_ones(images: Path):
     for name in ("cat/2.png", "dog/1.png"):
         (images / "train" / name).write_bytes(b"none")
     result = train(FOLDER, "dataset.workers=1")
-    assert result.status in (1, 2)
-    assert "no readable image" in result.lines[-1]
+    assert_succeeded(result)
     assert "train/cat/2.png" in result.err
-    assert "2 of 6 images" in result.err
 
 
 # CIFAR

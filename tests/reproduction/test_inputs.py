@@ -162,7 +162,7 @@ def test_augmentation_and_normalisation_equal_timm(
     config = config_of("recipe=cifar_cct", f"seed={seed}", f"recipe.transforms.scale={scale}")
     pixels = np.random.default_rng(seed).integers(0, 256, (12, 32, 48, 3), np.uint8)
     pictures = [(Image.fromarray(image), i) for i, image in enumerate(pixels)]
-    ours = build_training_images(config, Half.of(pictures, range(12), is_trained_on=True))
+    ours = build_training_images(config, Half.of(pictures, range(12)))
     transforms = config.recipe.transforms
     data = config.dataset
     timms = create_transform(
@@ -197,9 +197,7 @@ def test_a_square_image_of_scale_one_is_not_cropped():
     words = ("augmentation=[]", "recipe.transforms.scale=[1,1]", "recipe.transforms.hflip=0")
     config = config_of("recipe=quickstart", words)
     pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
-    images = build_training_images(
-        config, Half.of([(x, 0) for x in pixels], [0] * 3, is_trained_on=True)
-    )
+    images = build_training_images(config, Half.of([(x, 0) for x in pixels], [0] * 3))
     for index, expected in enumerate(pixels):
         found = images[(0, index)].image.permute(1, 2, 0).numpy()
         assert np.array_equal(found, expected)

@@ -153,18 +153,6 @@ def test_tables_follow_from_the_predictions(here: Path, digits_run: Run, words: 
             assert of_class["top1"] == f"{100 * counts[digit] / counts.sum():.2f}"
 
 
-def test_the_confusion_is_drawn(here: Path, digits_run: Run, drawn_texts: dict[str, list[str]]):
-    path = Path(shutil.copytree(digits_run.path, "mine"))
-    result = evaluate(f"run={path}", SOURCE, "predictions=x.csv", draws=True)
-    (picture,) = path.glob("*-confusion.svg")
-    assert str(picture) in result.out
-    rows = predictions("x.csv")
-    true = [row["class"] for row in rows]
-    guessed = [row["predicted"] for row in rows]
-    shares = confusion_matrix(true, guessed, labels=DIGITS, normalize="true").flatten()
-    assert drawn_texts[picture.stem][: len(shares)] == [f"{share:.0%}" for share in shares]
-
-
 def test_an_evaluation_without_predictions_writes_no_tables(here: Path, digits_run: Run):
     path = Path(shutil.copytree(digits_run.path, "mine"))
     assert_succeeded(evaluate(f"run={path}", SOURCE))

@@ -5,9 +5,9 @@ from typing import Any
 import yaml
 
 from reproduction.config import CONF_DIR, ROOT
+from reproduction.errors import as_typed
 from reproduction.identity import changes_result, flat
 from reproduction.studies.published import results_page
-from reproduction.studies.table import value_text
 from tests.doors import Words, cells, dry, words_of
 from tests.pages import section
 
@@ -48,7 +48,7 @@ def text(value: object) -> str:
         return f"[{', '.join(map(text, value))}]"
     if value is None:
         return "null"
-    return value_text(value)
+    return as_typed(value)
 
 
 def recipes() -> list[tuple[str, dict[str, Any]]]:

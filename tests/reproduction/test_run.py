@@ -281,13 +281,12 @@ def test_the_loss_of_an_epoch_is_the_mean_of_the_updates_that_float16_did_not_sk
 
 REMARKS = {  # words, and what the run says of them
     "augmentation.htm.tau=0.5": ["with tau = 0.5 no sample is easy", "never below 0.5003 nats"],
-    "augmentation.htm.tau=inf augmentation.htm.rho=inf": ["htm: rho was above every gain"],
     "augmentation.htm.tau=inf augmentation.htm.rho=0": [],
 }
 
 
 @pytest.mark.parametrize("words", REMARKS)
-def test_a_run_says_what_was_mixed_and_if_its_tau_or_rho_mixes_nothing(here: Path, words: str):
+def test_a_run_says_what_was_mixed_and_if_its_tau_mixes_nothing(here: Path, words: str):
     result = train("name=mine", SMALL, words.split())
     assert_succeeded(result)
     text = result.out + result.err
@@ -301,8 +300,6 @@ def test_a_run_says_what_was_mixed_and_if_its_tau_or_rho_mixes_nothing(here: Pat
             told = f"easy 100 %, mixed {100 * mixed / 60:.3g} %, {tokens / mixed:.3g} tokens each"
             assert told in text
     assert ("no sample is easy" in text) == ("tau=0.5" in words)
-    assert ("above every gain" in text) == ("rho=inf" in words)
-    assert ("tokens were replaced for each easy sample" in text) == ("rho=inf" in words)
 
 
 def test_the_first_of_equal_epochs_is_the_best(here: Path):
@@ -388,11 +385,3 @@ def test_compiled_run_resumes_exactly_and_equals_the_plain_one(here: Path):
     assert same(parts, whole) == []
     assert_same_lines(whole.lines, plain.lines, rel=1e-4)
     assert_succeeded(evaluate("run=outputs/whole", SOURCE, "weights=best", "device=cpu"))
-
-
-def test_a_missing_compiler_ends_a_run_in_one_line(
-    here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-):
-    monkeypatch.setenv("CXX", "/no/compiler")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-    assert_refused(train("name=mine", "compile=true", SMALL, apart=True), "compile=true", status=1)

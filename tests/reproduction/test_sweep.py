@@ -18,7 +18,6 @@ from reproduction.errors import PlainError, UserError
 from reproduction.sweep import Sweep, run_of
 from tests.doors import (
     ROOT,
-    SHORT,
     SMALL,
     Run,
     assert_refused,
@@ -26,12 +25,9 @@ from tests.doors import (
     cells,
     config_of,
     line_of,
-    runs,
     script,
     train,
-    trained,
 )
-from tests.images import OWN, disturbed
 from tests.reproduction.finished import write
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -55,15 +51,6 @@ def table(*words: str) -> tuple[pd.DataFrame, str]:
 
 
 # --- rows keep their settings, as values --------------------------------------------------------
-
-
-def test_a_name_that_two_settings_share_is_refused_with_both(model: Run):
-    composed(model, "both", "augmentation=[mixup,cutmix]", "augmentation.mixup.alpha=0.8")
-    composed(model, "other", "augmentation=[mixup,cutmix]", "augmentation.mixup.alpha=0.4")
-    result = script("runs", "outputs", "--against", "alpha=0.8")
-    assert_refused(result, "augmentation.mixup.alpha", "augmentation.cutmix.alpha")
-    _, text = table("--against", "mixup.alpha=0.8")
-    assert "compared with" in text
 
 
 def test_what_comes_with_a_name_is_shown_if_it_could_be_another(model: Run):
@@ -127,20 +114,6 @@ def test_a_key_that_a_row_is_about_cannot_be_set_for_all(study: str, word: str, 
     assert_refused(script("report", "--study", study, word), word, row)
 
 
-def test_an_override_that_makes_one_run_of_two_rows_is_refused():
-    """Their keys differ, but what they choose is what the override sets."""
-    Path("own/experiment").mkdir(parents=True)
-    for name, rate in (("low", 0.001), ("high", 0.002)):
-        text = f"# @package _global_\nrecipe: {{lr: {rate}}}\n"
-        Path(f"own/experiment/{name}.yaml").write_text(text)
-    rows = {"low": ["experiment=low"], "high": ["experiment=high"]}
-    Path("mine.yaml").write_text(yaml.safe_dump({"title": "Mine", "rows": rows}))
-    words = ("mine.yaml", f"hydra.searchpath=[file://{Path.cwd()}/own]", "dry_run=1")
-    assert_succeeded(script("reproduce", words, "recipe.epochs=3"), "6 runs:")
-    result = script("reproduce", words, "recipe.lr=0.1")
-    assert_refused(result, "recipe.lr=0.1", "mine/low", "mine/high")
-
-
 def test_another_override_is_said_above_the_table():
     Path("mine.yaml").write_text(ROWS)
     assert_succeeded(script("reproduce", "mine.yaml", "recipe.weight_decay=0.5"))
@@ -195,16 +168,6 @@ def test_a_sweep_ends_with_the_status_of_its_worst_error():
         assert end.value.code == UserError.status
 
 
-def test_words_mean_the_same_with_and_without_a_sweep():
-    words = ("++recipe.transforms={hflip:0.25}", "++recipe.transforms={color_jitter:0.125}", ONE)
-    one = trained(words, name="one").config
-    assert_succeeded(train("-m", words, "name=many"))
-    many = Run("outputs/many").config
-    assert many["recipe"] == one["recipe"]
-    assert many["recipe"]["transforms"]["hflip"] == 0.25
-    assert many["recipe"]["transforms"]["color_jitter"] == 0.125
-
-
 def test_a_later_value_replaces_a_list_of_values():
     assert_succeeded(train("-m", "seed=1,2", "seed=3", "dry_run=1"), "1 run:", "-s3-")
     assert_succeeded(train("-m", "seed=3", "seed=1,2", "dry_run=1"), "2 runs:", "-s1-", "-s2-")
@@ -239,25 +202,6 @@ def test_every_flag_of_hydra_is_known():
     assert flags == choosing | {"cfg", "package", "experimental_rerun"}
 
 
-REPLACED = """
-import sys
-if sys.orig_argv[-1].startswith("planned="):
-    sys.argv.append("recipe.lr=9")
-    sys.orig_argv.append("recipe.lr=9")
-"""
-
-
-def test_a_process_that_would_train_another_run_refuses(monkeypatch: pytest.MonkeyPatch):
-    Path("sitecustomize.py").write_text(REPLACED)
-    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:{os.environ.get('PYTHONPATH', '')}")
-    result = train("-m", "jobs=2", "seed=0,1", ONE)
-    assert result.status == 2
-    assert len(result.lines) == 2
-    assert result.err.count("planned=") == 2
-    assert "0 of 2 runs are finished" in result.out
-    assert runs() == []
-
-
 # --- jobs as Hydra runs them ---------------------------------------------------------------------
 
 WATCHING = """
@@ -278,22 +222,18 @@ class Watch(Callback):
 
 def load(**options):
     from reproduction.data import sources
-    with open("opened", "a") as file:
-        file.write(os.environ["OF_THE_JOB"] + "\\n")
     return sources.digits(**options)
 """
 JOBS = {
     "run": ([], ["RunMode.RUN"]),
     "in turn": (["-m", "seed=0,1"], ["RunMode.MULTIRUN"] * 2),
     "processes": (["-m", "jobs=2", "seed=0"], ["RunMode.RUN"]),
-    "another launcher": (["-m", "seed=0,1", "hydra/launcher=basic"], ["RunMode.MULTIRUN"] * 2),
     "another sweeper": (["-m", "seed=0,1", "hydra/sweeper=basic"], ["RunMode.MULTIRUN"] * 2),
 }
 
 
 @pytest.mark.parametrize("kind", JOBS)
 def test_jobs_have_their_environment_and_callbacks(kind: str, monkeypatch: pytest.MonkeyPatch):
-    """Data are opened in the environment of their job, also by the check before it."""
     Path("watching.py").write_text(WATCHING)
     monkeypatch.syspath_prepend(str(Path.cwd()))
     monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:{os.environ.get('PYTHONPATH', '')}")
@@ -308,42 +248,4 @@ def test_jobs_have_their_environment_and_callbacks(kind: str, monkeypatch: pytes
     assert [line[0] for line in noted].count("end COMPLETED") == len(modes)
     for _, _, seed, typed in starts:
         assert f"seed={seed}" in typed or kind == "run"
-    assert set(Path("opened").read_text().split()) == {"x"}
     assert "OF_THE_JOB" not in os.environ
-    if kind != "another sweeper":  # which writes the configuration of its sweep
-        assert not Path("outputs/.sweeps").exists()
-
-
-@pytest.mark.parametrize("launcher", [[], ["hydra/launcher=basic"]], ids=["ours", "another"])
-def test_a_sweeper_that_is_not_ours_ends_in_its_table_after_a_failed_run(launcher: list[str]):
-    words = ("-m", "hydra/sweeper=basic", launcher, "recipe.lr=1e30,0.001", SMALL)
-    result = train(words, "recipe.epochs=1")
-    assert result.status == 1
-    assert "1 of 2 runs are finished, 1 failed" in result.out
-    assert "is kept as failed" in result.err
-    assert "report/lr-" in result.out
-    assert [path.name for path in Path("outputs/.sweeps").glob("*/*")] == ["multirun.yaml"]
-
-
-@pytest.mark.parametrize("launcher", [[], ["hydra/launcher=basic"]], ids=["ours", "another"])
-def test_a_sweeper_that_is_not_ours_ends_in_its_table_after_ctrl_c(launcher: list[str]):
-    words = ("-m", "hydra/sweeper=basic", launcher, "seed=0,1", OWN, SHORT, "resume=auto")
-    with disturbed("SIGINT", at=70):
-        result = train(words)
-    assert result.status == 130
-    assert "0 of " in result.out
-    assert "1 interrupted" in result.out
-    assert "repeat the command" in result.err
-    assert_succeeded(train(words), "2 of 2 runs are finished")
-
-
-def test_a_launcher_that_a_single_point_chooses_is_refused():
-    """Its sweep has begun with another one."""
-    Path("my/experiment").mkdir(parents=True)
-    text = "# @package _global_\ndefaults:\n  - override /hydra/launcher: basic\n"
-    Path("my/experiment/own.yaml").write_text(text)
-    words = ("-m", "--config-dir", "my", "dry_run=1")
-    assert_refused(train(words, "experiment=own,table1/cifar10_htm"), "hydra/launcher")
-    assert_succeeded(train(words, "experiment=own"), "1 run:")
-    assert_refused(train(words, "experiment=own", "jobs=2"), "jobs=2", "BasicLauncher")
-    assert [*Path().iterdir()] == [Path("my")]

@@ -7,7 +7,7 @@ import copy
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from reproduction.data import loaders
-from reproduction.data.halves import check_unreadable
 from reproduction.data.workers import Batch
-from reproduction.errors import PlainError, Pulse, UserError, first_line, progress, say, warn
+from reproduction.errors import PlainError, Pulse, UserError, first_line, progress, say
 from reproduction.folder import RunFolder
 from reproduction.models.names import State
 from reproduction.training import metrics
@@ -41,7 +40,6 @@ class RunState:
     train_seconds: float = 0.0
     eval_seconds: float = 0.0
     skipped: int = 0  # updates, by float16's scaler
-    unreadable: dict[int, str] = field(default_factory=dict)  # training images: index and reason
     metrics_size: int = 0  # bytes of metrics.jsonl
 
 
@@ -204,10 +202,6 @@ def _record_epoch(run: TrainingRun, state: RunState, pace: metrics.Pace) -> None
         seconds_left=pace.left(run.trainer.step),
     )
     say(line)
-    remark = metrics.remark_on_rho(state.sums, is_last=number == run.total_epochs)
-    if remark is not None:
-        advice = f"python -m scripts.look {run.folder.path} counts them for other rho"
-        say(f"htm: {remark}; {advice}")
 
 
 def _keep_best(run: TrainingRun, state: RunState) -> None:
@@ -232,7 +226,6 @@ def write_metrics(run: TrainingRun, state: RunState) -> metrics.Line:
         if not run.trainer.uses_scaler:
             del line["skipped"]
         _write_line(run, line)
-    _note_unreadable(run, state)
     if reason:
         end_before(run, state, lines[len(finite)]["step"], reason)
     return lines[-1] if lines else {}
@@ -247,16 +240,6 @@ def end_before(run: TrainingRun, state: RunState, step: int, reason: str) -> NoR
         f"{step} exactly, and model.weights={run.folder.last_path} with {ADVICE} begins a new run "
         "from these weights"
     )
-
-
-def _note_unreadable(run: TrainingRun, state: RunState) -> None:
-    """Warns once of each image in whose place all ranks have trained on another."""
-    for of_rank in run.trainer.world.gather(run.train_loader.unreadable):
-        for index in sorted(of_rank.keys() - state.unreadable.keys()):
-            state.unreadable[index] = of_rank[index]
-            if run.is_main:
-                warn(f"warning: {of_rank[index]}; the next image takes its place")
-    check_unreadable(state.unreadable, run.train_loader.half)
 
 
 def _write_line(run: TrainingRun, line: metrics.Line) -> None:
@@ -275,8 +258,6 @@ def save_checkpoint(run: TrainingRun, state: RunState) -> None:
             **vars(state),
             "sums": [sums._asdict() for sums in state.sums],
             "classes": trainer.classes,
-            "config": asdict(trainer.config),
-            "summary": folder.read_summary(),
         }
         on_host = tree_map_only(Tensor, lambda x: x.detach().to("cpu"), content)
         run.clock.save(folder, on_host)
@@ -290,8 +271,7 @@ def restore(trainer: Trainer, path: Path, content: dict[str, Any]) -> RunState:
     try:
         check_classes(origin, content["classes"], trainer.classes)
         trainer.restore(origin, content)
-        content.setdefault("unreadable", {})  # earlier revisions had none
-        content["sums"] = [metrics.sums_of(saved) for saved in content["sums"]]
+        content["sums"] = [metrics.Sums(**sums) for sums in content["sums"]]
         return RunState(**{x.name: content[x.name] for x in fields(RunState)})
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{origin}: does not fit the run: {first_line(error)}") from error
@@ -335,8 +315,6 @@ def _results(run: TrainingRun, state: RunState) -> dict[str, Any]:
     }
     if trainer.uses_scaler:
         results["skipped_steps"] = state.skipped
-    if state.unreadable:
-        results["unreadable_images"] = len(state.unreadable)
     return results
 
 

@@ -121,7 +121,7 @@ def until_diverged(lines: list[Line], uses_scaler: bool) -> tuple[list[Line], st
 
 
 class Sums(NamedTuple):
-    """Over the batches of an epoch; nan of what the revision that trained it did not count."""
+    """Over the batches of an epoch."""
 
     batches: float = 0.0
     loss: float = 0.0
@@ -141,18 +141,9 @@ class Sums(NamedTuple):
         )
 
     @property
-    def tokens_each(self) -> float:
-        """Replaced tokens per mixed sample, nan without one."""
-        if self.mixed_samples == 0:
-            return math.nan
-        return self.tokens / self.mixed_samples
-
-
-def sums_of(saved: dict[str, float] | list[float]) -> Sums:
-    """Returns the sums of a checkpoint; of earlier revisions a list, some without mixed samples."""
-    if isinstance(saved, list):
-        saved = {"mixed_samples": math.nan, **dict(zip(Sums._fields, saved, strict=False))}
-    return Sums(**saved)
+    def tokens_each(self) -> float | None:
+        """Replaced tokens per mixed sample, if there is one."""
+        return self.tokens / self.mixed_samples if self.mixed_samples else None
 
 
 def accuracy(line: Line) -> float:
@@ -219,10 +210,9 @@ def describe(
 
 def _describe_mixing(sums: Sums, images: int) -> str:
     """What HTM has done in an epoch, such as `easy 20 %, mixed 3 %, 1.2 tokens each`."""
-    text = f"easy {100 * sums.easy_samples / images:.3g} %"
-    if not math.isnan(sums.mixed_samples):
-        text += f", mixed {100 * sums.mixed_samples / images:.3g} %"
-    if not math.isnan(sums.tokens_each):
+    easy, mixed = (100 * x / images for x in (sums.easy_samples, sums.mixed_samples))
+    text = f"easy {easy:.3g} %, mixed {mixed:.3g} %"
+    if sums.tokens_each is not None:
         text += f", {sums.tokens_each:.3g} tokens each"
     return text
 
@@ -236,31 +226,14 @@ def mixing(epochs: list[Sums], images: int) -> dict[str, float | None]:
     batches = max(last.batches, 1)
     easy = math.fsum(sums.easy_samples for sums in epochs)
     mixed = math.fsum(sums.mixed_samples for sums in epochs)
-    found = {
+    found: dict[str, float | None] = {
         "easy_samples": last.easy_samples / batches,
         "mixed_samples": last.mixed_samples / batches,
         "mixed_tokens": last.tokens_each,
         "easy_share": round(easy / max(images, 1), 4),
         "mixed_share": round(mixed / max(images, 1), 4),
     }
-    if not epochs:
-        return dict.fromkeys(found)
-    return {name: None if math.isnan(value) else value for name, value in found.items()}
-
-
-def remark_on_rho(epochs: list[Sums], is_last: bool) -> str | None:
-    """What is said after an epoch if rho lets no token of its easy samples be replaced, or few.
-
-    After the first epoch with easy samples, and after the last of all.
-    """
-    easy = math.fsum(sums.easy_samples for sums in epochs)
-    tokens = math.fsum(sums.tokens for sums in epochs)
-    is_first = easy > 0 and easy == epochs[-1].easy_samples
-    if is_first and tokens == 0:
-        return "rho was above every gain: no token of an easy sample was replaced yet"
-    if is_last and tokens < easy:
-        return f"{tokens / easy:.2g} tokens were replaced for each easy sample"
-    return None
+    return found if epochs else dict.fromkeys(found)
 
 
 def tested_accuracies(log: list[Line], last: Scores, selected: Scores) -> dict[str, Any]:

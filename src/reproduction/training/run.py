@@ -11,7 +11,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,13 +26,12 @@ from reproduction.errors import (
     PlainError,
     Pulse,
     Stopped,
-    UserError,
     of_system,
     say,
     warn,
 )
 from reproduction.folder import RunFolder, hold
-from reproduction.identity import changes, files_of_code, run_hash, saved
+from reproduction.identity import files_of_code, run_hash
 from reproduction.machine import git_revision, hardware_name, is_first_rank, local_ranks
 from reproduction.models.build import (
     build_module,
@@ -153,7 +151,6 @@ def set_up(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Tra
     state = RunState()
     if newest is not None:
         checkpoint, content = newest
-        _check_same_run(checkpoint, content, config)
         state = restore(trainer, checkpoint, content)
     if world.broadcast(trainer.step) != trainer.step:
         raise PlainError("the ranks have read different checkpoints")
@@ -178,15 +175,6 @@ def set_up(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Tra
             folder.best_path.unlink(missing_ok=True)
         folder.write_summary(**facts, **progress_entries(run, state), status="running", error=None)
     return run, state
-
-
-def _check_same_run(path: Path, content: Mapping[str, Any], config: Config) -> None:
-    """Raises UserError unless a checkpoint is of this run; the oldest hold no configuration."""
-    if "config" not in content:
-        return
-    others = changes(config, saved(content["config"]))
-    if others:
-        raise UserError(f"checkpoint={path}: is of another run, this one has {others}")
 
 
 def _assembled(

@@ -129,11 +129,7 @@ def explained(error: BaseException, config: Config) -> str | None:
     """What to say of an error that a run may meet; None of another one."""
     if isinstance(error, Diverged):
         return f"{error}; try {ADVICE}"
-    for explain in (lack_of_memory, lack_of_machine, fault_of_library):
-        line = explain(error, config)
-        if line is not None:
-            return line
-    return None
+    return lack_of_memory(error, config) or lack_of_machine(error, config)
 
 
 def lack_of_memory(error: BaseException, config: Config) -> str | None:
@@ -158,19 +154,4 @@ def lack_of_machine(error: BaseException, config: Config) -> str | None:
     is_ours = error.filename is not None and folder in Path(error.filename).parents
     if error.errno in LACKS or (is_ours and error.errno in LOST):
         return reason_of(error)
-    return None
-
-
-def fault_of_library(error: BaseException, config: Config) -> str | None:
-    """A loader's worker that was killed, a limit of files, a model that cannot be compiled."""
-    text = str(error).strip()
-    if "DataLoader worker (pid" in text:
-        advice = "memory may have run out, try a lower dataset.workers or recipe.batch_size"
-        return f"{text.rstrip('. ')}: {advice}"
-    if text.startswith("Too many open files"):
-        return "too many open files: raise the limit by `ulimit -n`, or lower dataset.workers"
-    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-        key = f"compile={str(config.compile).lower()}"
-        reason = f"torch cannot compile {config.model.name} as one graph ({first_line(error)})"
-        return f"{key}: {reason}; allowed is false"
     return None

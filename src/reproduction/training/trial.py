@@ -1,15 +1,17 @@
 """What is tried out before a run begins, so that it ends in one line: `check_start`."""
 
+from dataclasses import replace
+
 import torch
 
-from reproduction.config import LOSS, METRIC, MIXING, Config, Recipe
+from reproduction.config import METRIC, Config, Recipe
 from reproduction.data import loaders
-from reproduction.data.inputs import Mixed, build_training_inputs
+from reproduction.data.inputs import build_training_inputs
 from reproduction.data.sources import opened
 from reproduction.door import Refused
 from reproduction.errors import PlainError, UserError
 from reproduction.identity import chosen_code
-from reproduction.models.build import build_module, try_pass, without_weights
+from reproduction.models.build import try_pass
 from reproduction.training.evaluate import build_metrics, gathers
 from reproduction.training.optimizers import build_optimizer
 from reproduction.training.step import build_loss
@@ -22,13 +24,13 @@ def check_start(config: Config) -> None:
     batches = loaders.TrainingBatches(config, len(data.train), rank=0, ranks=config.devices)
     classes = len(data.classes)
     module, _ = try_pass(config, classes)
-    if config.augmentation.own or LOSS.is_own(config.recipe.loss):
-        try_loss(config, classes)
+    build_training_inputs(config, torch.device("cpu"))
+    build_loss(config.recipe, torch.device("cpu"))
     try_metrics(config.recipe, classes)
     build_optimizer(module.to_empty(device="cpu"), config.recipe)
     images = loaders.build_training_images(config, data.train)
     try:
-        images[0, 0]  # epoch 0, image 0: raises if it is unreadable
+        replace(images, in_a_row=0)[0, 0]  # no other in its place: the function may be wrong
     except PlainError as error:
         raise UserError(f"the first training image: {error}") from error
     count = config.recipe.grad_accum_steps
@@ -36,38 +38,6 @@ def check_start(config: Config) -> None:
     if fewest < count:
         reason = f"some batches leave {fewest} images to a rank, allowed is 1..{fewest}"
         raise UserError(f"recipe.grad_accum_steps={count}: {reason}")
-
-
-def try_inputs(config: Config, num_classes: int) -> Mixed:
-    """Returns two random images as training gets them; UserError if a mixing of one's own fails."""
-    size = config.model.image_size
-    images = torch.randint(256, (2, 3, size, size), dtype=torch.uint8)
-    classes = torch.arange(2) % num_classes
-    own = config.augmentation.own.items()
-    words = " ".join(MIXING.at(name).word(mix.source) for name, mix in own)
-    with MIXING.refusing(words, words):
-        inputs = build_training_inputs(config, torch.device("cpu"))
-        return inputs(images, classes, config.seed, 0, 0)
-
-
-def try_loss(config: Config, num_classes: int) -> None:
-    """Raises UserError if a mixing or a loss of one's own fails on a batch, on the CPU."""
-    recipe = config.recipe
-    mixed = try_inputs(config, num_classes)
-    module = build_module(without_weights(config.model), config.augmentation, num_classes)
-    with LOSS.refusing(recipe.loss):
-        loss = build_loss(recipe, torch.device("cpu"))
-        output = module(mixed.images, mixed.targets(num_classes, recipe.label_smoothing))
-        found = loss(output, mixed, 0)
-        if not isinstance(found, torch.Tensor) or found.shape != () or not found.requires_grad:
-            shape = getattr(found, "shape", type(found).__name__)
-            raise Refused(f"returns {shape}, must return a scalar with a gradient")
-        found.backward()
-        trained = [name for name, x in module.named_parameters() if x.requires_grad]
-        lost = [name for name in trained if module.get_parameter(name).grad is None]
-        if lost and config.devices > 1:  # for which other ranks would wait
-            reason = f"gives {len(lost)} parameters no gradient, such as {lost[0]}"
-            raise Refused(f"{reason}; with devices={config.devices} each must have one")
 
 
 def check_capture(config: Config) -> None:
