@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tokenmixup.scorenet import ScoreNet, difficulty
     from tokenmixup.vertical import salient_indices
 
-__version__ = "0.2.0"
+__version__ = "1.0.0"
 __all__ = ["HTM", "VTM", "Adapter", "ManifoldMixup", "Output", "TokenMixup", "attach", "blocks_of"]
 __all__ += ["HorizontalMix", "Rules", "gain_matrix", "mix_horizontal", "training_loss"]
 __all__ += ["gradient_saliency", "optimal_assignment", "rollout_saliency"]
