@@ -394,6 +394,15 @@ class Recipe:
         if self.warmup_epochs > self.epochs:
             rule = f"must be at most recipe.epochs={self.epochs}, or the rate never arrives"
             raise ValueError(f"recipe.warmup_epochs={self.warmup_epochs}: {rule}")
+        if self.cooldown_epochs and self.warmup_epochs + self.cooldown_epochs >= self.epochs:
+            left = f"recipe.epochs={self.epochs} and recipe.warmup_epochs={self.warmup_epochs}"
+            rule = f"with {left} no epoch is left for the schedule"
+            raise ValueError(f"recipe.cooldown_epochs={self.cooldown_epochs}: {rule}")
+        if self.min_lr > self.lr:
+            raise ValueError(f"recipe.min_lr={self.min_lr}: must be at most recipe.lr={self.lr}")
+        if self.warmup_epochs and self.warmup_lr > self.lr:
+            rule = f"must be at most recipe.lr={self.lr}"
+            raise ValueError(f"recipe.warmup_lr={self.warmup_lr}: {rule}")
 
 
 @schema

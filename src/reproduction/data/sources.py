@@ -300,9 +300,12 @@ class Unlabelled(Folder):
 
 
 def image_folder(root: str) -> list[Folder]:
-    """Opens root/train/<class>/, and val/ or test/ likewise; with both, val/ is for validation."""
+    """Opens root/train/<class>/, and val/ or test/ likewise; with both, val/ is for validation.
+
+    A folder valid/ is used as val/ is.
+    """
     parts = ["train"]
-    parts += [name for name in ("test", "val") if _holds_classes(Path(root, name))]
+    parts += [name for name in ("test", "val", "valid") if _holds_classes(Path(root, name))]
     if parts == ["train"]:
         parts.append("val")  # which is then named as missing
     return [Folder(Path(root, part)) for part in parts]

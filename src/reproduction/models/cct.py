@@ -104,6 +104,8 @@ class CCT(nn.Module):
         self.global_pool = "token" if has_class_token else pooling  # timm's name
         self.tokenizer: nn.Module
         if patch_size is not None:
+            if image_size % patch_size:
+                raise ValueError(f"image_size={image_size}: must be a multiple of {patch_size=}")
             self.tokenizer = PatchTokenizer(embed_dim, patch_size)
         elif conv_layers is not None:
             self.tokenizer = ConvTokenizer(embed_dim, conv_layers)

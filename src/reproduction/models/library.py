@@ -48,6 +48,8 @@ def build_vit(
     blocks = blocks_of(model)
     if depth != len(blocks):
         raise ValueError(f"model.depth={depth}: it has {len(blocks)}")
+    if image_size % patch_size:
+        raise ValueError(f"model.image_size={image_size}: must be a multiple of {patch_size}")
     patch = _patch_size(model, image_size)
     if patch_size != patch:
         raise ValueError(f"model.patch_size={patch_size}: it has {patch}")

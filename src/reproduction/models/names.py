@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 State = dict[str, Tensor]
+CLASSES = "tokenmixup.classes"  # key of a safetensors file's metadata: JSON of the class names
 NameTable = tuple[tuple[str, str | None], ...]
 
 ATTACHED: NameTable = ((r"model\.(.+)", r"\1"), (r"scorenets\..+", None))  # tokenmixup.TokenMixup

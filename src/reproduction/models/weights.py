@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from reproduction.errors import UserError, few, first_line, of_library, warn
 from reproduction.machine import is_first_rank
-from reproduction.models.names import State, convert_names
+from reproduction.models.names import CLASSES, State, convert_names
 
 # Keys that may hold the state dict, in our checkpoints and those of timm and other projects.
 # Averaged weights come first, as in timm's loader.
@@ -99,7 +99,7 @@ def _safetensors(path: Path) -> dict[str, Any]:
     with safe_open(path, framework="pt") as tensors:
         state = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
         metadata = tensors.metadata() or {}
-    return {"module": state, "classes": json.loads(metadata.get("classes", "null"))}
+    return {"module": state, "classes": json.loads(metadata.get(CLASSES, "null"))}
 
 
 def _harmless() -> list[Any]:

@@ -23,7 +23,7 @@ from reproduction.models.build import (
     without_memory,
     without_weights,
 )
-from reproduction.models.names import State
+from reproduction.models.names import CLASSES, State
 from reproduction.models.weights import Weights, extract_weights, load_state, read_newest
 
 MOST_TIME = 0.05  # of that since the last checkpoint: what one at the end of an epoch may take
@@ -61,7 +61,7 @@ class Clock:
 
 def save_plain(path: Path, state: State, classes: list[str] | None, **about: str) -> None:
     """Writes a plain model's parameters atomically; classes and `about` are metadata."""
-    metadata = {"format": "pt", "classes": json.dumps(classes), **about}
+    metadata = {"format": "pt", CLASSES: json.dumps(classes), **about}
     # save_file would ignore the umask and turn errors of the disk into text
     content = save({name: value.contiguous() for name, value in state.items()}, metadata)
     with replacing(path) as temporary:

@@ -31,21 +31,22 @@ SETTINGS: dict[str, Any] = {
 class WandbLog:
     """One wandb run per job; summary.json keeps its id, so that a resumed run continues it.
 
-    `logger.wandb` is passed to `wandb.init` as it stands.
+    `logger.wandb` is passed to `wandb.init`; keys of its `config` stand beside the run's settings.
     """
 
     def __init__(self, given: dict[str, Any], config: Config, folder: RunFolder, step: int):
         import wandb
 
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        given = {key: value for key, value in given.items() if value is not None}
         init = {
             "id": folder.read_summary().get("wandb_id"),
             "resume": "allow",
             "name": config.name,
             "project": os.environ.get("WANDB_PROJECT", "tokenmixup"),
             "dir": str(folder.path),
-            "config": dataclasses.asdict(config),
-            **{key: value for key, value in given.items() if value is not None},
+            **given,
+            "config": dataclasses.asdict(config) | given.get("config", {}),
         }
         init["settings"] = wandb.Settings(**SETTINGS | init.get("settings", {}))
         try:

@@ -79,6 +79,9 @@ def run_training(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
             except KeyboardInterrupt as error:
                 line = _record_end(folder, config, "interrupted", "interrupted")
                 raise KeyboardInterrupt(line) from error
+            except SystemExit as error:  # of the user's code
+                reason = f"its code has called exit({error.code!r})"
+                raise PlainError(_record_end(folder, config, "failed", reason)) from error
             except PlainError as error:  # what `ending` has made of any other
                 raise PlainError(_record_end(folder, config, "failed", str(error))) from error
     except OSError as error:  # of the lock and the folder, before the run
