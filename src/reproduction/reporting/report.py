@@ -73,7 +73,7 @@ def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
 def _draw(folder: RunFolder, config: Config) -> list[str]:
     """Draws the pictures; returns Markdown with each picture or the reason why it is missing."""
     step_lines, epoch_lines = folder.read_metrics()
-    steps = pd.DataFrame([line for line in step_lines if not line.get("skipped")])
+    steps = pd.DataFrame(step_lines)
     epochs = pd.DataFrame(epoch_lines)
     if steps.empty or epochs.empty:
         return [f"No pictures: the lines of {folder.metrics_path.name} are lost."]

@@ -12,8 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from reproduction.data import loaders
 from reproduction.data.workers import Batch
@@ -136,7 +137,7 @@ def train_batch(run: TrainingRun, state: RunState, batch: Batch, size: int) -> l
         if trainer.world.size > 1:
             raise
         write_metrics(run, state)  # another step may have been the first
-        end_before(run, state, trainer.step + 1, str(error))
+        end_diverged(run, trainer.step + 1, str(error))
 
 
 def load(run: TrainingRun, epoch: int, first: int = 0) -> Iterator[Batch]:
@@ -161,6 +162,7 @@ def evaluate_epoch(run: TrainingRun, state: RunState) -> None:
     is_last = number == run.total_epochs
     if not is_last and number % run.trainer.recipe.evaluate_every != 0:
         return
+    check_finite(run)
     scores = evaluate_on(run, state, run.epoch_loader, run.trainer.evaluated)
     results = scores.held_out if run.test_loader is None else scores.validation
     state.log.append({"epoch": number, **results})
@@ -213,33 +215,42 @@ def _keep_best(run: TrainingRun, state: RunState) -> None:
 def write_metrics(run: TrainingRun, state: RunState) -> metrics.Line:
     """Writes the lines of the batches since the last call, and returns the last one, if any.
 
-    Ends the run before the first batch that is not finite.
+    The first one that is not finite ends the run.
     """
     lines, seconds = run.batch_metrics.fetch()
     state.train_seconds += seconds
-    finite, reason = metrics.until_diverged(lines, run.trainer.uses_scaler)
-    for line in finite:
-        if line["skipped"]:
+    for line in lines:
+        reason = metrics.not_finite(line, run.trainer.uses_scaler)
+        if reason:
+            end_diverged(run, line["step"], reason)
+        if not math.isfinite(line["gradient_norm"]):  # float16's scaler has skipped the update
+            line["gradient_norm"] = None
             state.skipped += 1
-        else:
-            state.sums[-1] = state.sums[-1].plus(line)
-        if not run.trainer.uses_scaler:
-            del line["skipped"]
+        state.sums[-1] = state.sums[-1].plus(line)
         _write_line(run, line)
-    if reason:
-        end_before(run, state, lines[len(finite)]["step"], reason)
     return lines[-1] if lines else {}
 
 
-def end_before(run: TrainingRun, state: RunState, step: int, reason: str) -> NoReturn:
-    """Ends a run by PlainError, with a checkpoint of before a step: nothing was updated since."""
-    run.trainer.step = step - 1
-    save_checkpoint(run, state)
-    raise PlainError(
-        f"step {step}: {reason}; nothing was updated since step {step - 1}: resuming repeats step "
-        f"{step} exactly, and model.weights={run.folder.last_path} with {ADVICE} begins a new run "
-        "from these weights"
-    )
+def check_finite(run: TrainingRun) -> None:
+    """Ends the run if weights, buffers, averages or the optimiser's state are not finite."""
+    trainer = run.trainer
+    device = trainer.world.device
+    tensors = [x for x in tree_leaves(trainer.state()) if isinstance(x, Tensor)]
+    finite = [x.isfinite().all().to(device) for x in tensors if x.is_floating_point()]
+    has_diverged = torch.stack(finite).all().logical_not().float()
+    trainer.world.any(has_diverged)  # buffers are those of a rank
+    if has_diverged.item():
+        end_diverged(run, trainer.step, "weights or the state of the optimiser are not finite")
+
+
+def end_diverged(run: TrainingRun, step: int, reason: str) -> NoReturn:
+    """Ends a run that is not finite since a step, by PlainError; its last checkpoint is older."""
+    path = run.folder.last_path
+    if path.exists():
+        advice = f"resuming repeats it; model.weights={path} with {ADVICE} begins a new run there"
+    else:
+        advice = f"there is no checkpoint; try {ADVICE}"
+    raise PlainError(f"step {step}: {reason}; {advice}")
 
 
 def _write_line(run: TrainingRun, line: metrics.Line) -> None:
@@ -249,8 +260,12 @@ def _write_line(run: TrainingRun, line: metrics.Line) -> None:
 
 
 def save_checkpoint(run: TrainingRun, state: RunState) -> None:
-    """Writes a checkpoint with all that a resumed run needs, or must have in common with this."""
+    """Writes a checkpoint with all that a resumed run needs, or must have in common with this.
+
+    Ends the run instead if that is not finite, so that the last checkpoint is a good one.
+    """
     trainer, folder = run.trainer, run.folder
+    check_finite(run)
     if trainer.world.is_main:
         state.metrics_size = folder.flush_metrics()  # on the disk before what counts it
         content = {

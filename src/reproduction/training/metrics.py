@@ -101,23 +101,18 @@ def constant(value: float, device: torch.device, dtype: torch.dtype = torch.floa
     return torch.full((), value, dtype=dtype, device=device)
 
 
-def until_diverged(lines: list[Line], uses_scaler: bool) -> tuple[list[Line], str]:
-    """Returns the lines before the first one that ends the run, and why that one does, or "".
+def not_finite(line: Line, uses_scaler: bool) -> str:
+    """Returns why the line of a step ends the run, or "": a figure of it is not finite.
 
-    A line has `skipped` = 1 if a loss or gradient is not finite: nothing was updated. For float16's
-    scaler, if it is used, this is normal, as long as the loss is finite.
+    For float16's scaler a norm that is not finite is normal: it skips the update.
     """
-    for index, line in enumerate(lines):
-        reason = ""
-        if not math.isfinite(line.get("gain_max", 0.0)):  # a GPU raises no exception for it
-            reason = "the saliency gain is not finite: the model has diverged"
-        elif not math.isfinite(line["loss"]):
-            reason = f"the loss is {line['loss']}"
-        elif line["skipped"] and not uses_scaler:
-            reason = "the gradient is not finite"
-        if reason:
-            return lines[:index], reason
-    return lines, ""
+    if not math.isfinite(line.get("gain_max", 0.0)):  # a GPU raises no exception for it
+        return "the saliency gain is not finite"
+    if not math.isfinite(line["loss"]):
+        return f"the loss is {line['loss']}"
+    if not math.isfinite(line["gradient_norm"]) and not uses_scaler:
+        return f"the norm of the gradient is {line['gradient_norm']}"
+    return ""
 
 
 class Sums(NamedTuple):

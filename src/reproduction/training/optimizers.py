@@ -41,13 +41,8 @@ def build_optimizer(module: TokenMixup, recipe: Recipe) -> Optimizer:
     return optimizer
 
 
-def skips(optimizer: Optimizer) -> bool:
-    """Whether it does nothing while its `found_inf` is 1; torch's gradient scaler asks it, too."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
 def adamw(groups: Groups, lr: float, weight_decay: float, **options: Any) -> Optimizer:
-    """AdamW by the fused kernel: it takes one pass over each parameter, and skips on the device."""
+    """AdamW by the fused kernel, which takes one pass over each parameter."""
     return AdamW(groups, lr=lr, weight_decay=weight_decay, fused=True, **options)
 
 

@@ -3,16 +3,15 @@
 The epochs around it are in fit.py. Letters: b batch, c classes, h w image.
 """
 
-import copy
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
+from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import SGD
 
 from reproduction.config import LOSS, Config, Recipe
 from reproduction.data.inputs import Draws, Mixed, build_training_inputs
@@ -22,18 +21,14 @@ from reproduction.models.weights import load_state
 from reproduction.training.evaluate import autocast
 from reproduction.training.graph import StepGraph
 from reproduction.training.metrics import constant
-from reproduction.training.optimizers import build_optimizer, skips
+from reproduction.training.optimizers import build_optimizer
 from reproduction.training.ranks import World
 from tokenmixup import Output, TokenMixup, training_loss
-from tokenmixup.assignment import Diverged
 from tokenmixup.output import Stat
 
-# The figures of a micro-batch's log, on the device: `loss`, its mean over the samples, `skipped`,
-# `input_mixed_samples` and those of `Output.sums`.
+# The figures of a micro-batch's log, on the device: `loss`, its mean over the samples,
+# `gradient_norm` of the whole step, `input_mixed_samples` and those of `Output.sums`.
 Stats = dict[str, Stat]
-
-SEEN = ("loss", "gain_max")  # figures that are finite in a good step; all have the first one
-
 
 Loss = Callable[[Output, Mixed, int | Tensor], Tensor]
 
@@ -54,36 +49,8 @@ def cross_entropy() -> Loss:
     return lambda output, batch, step: training_loss(output)
 
 
-class Average:
-    """The moving average of a model's weights and buffers, in `module`, a model of its own.
-
-    Its update, x + (1 - decay) (new - x), is a step of SGD with 1 - decay as its rate, `new` as the
-    gradient to follow, and a decay of x by all of it: fused, it does nothing while `is_held` is 1.
-    """
-
-    def __init__(self, model: nn.Module, decay: float, is_held: Tensor):
-        self.module = copy.deepcopy(model).eval()
-        self.values = [*self.module.state_dict().values()]
-        averaged = [value for value in self.values if value.is_floating_point()]
-        self.sgd = SGD(averaged, lr=1 - decay, weight_decay=1, maximize=True, fused=True)
-        setattr(self.sgd, "found_inf", is_held)
-
-    def update(self, model: nn.Module) -> None:
-        for value, new in zip(self.values, model.state_dict().values(), strict=True):
-            if value.is_floating_point():
-                value.grad = new
-            else:  # a count
-                value.copy_(new)
-        self.sgd.step()
-
-
 class Trainer:
-    """Trains `module` step by step, together with all other ranks; every rank has one.
-
-    A step that is not finite on any rank changes nothing, and neither does a later one, until the
-    host reads of it in the log and ends the run: `has_diverged` stays 1 on the device. While
-    `is_held` is 1, also for a step that float16's scaler skips, the fused optimisers do nothing.
-    """
+    """Trains `module` step by step, together with all other ranks; every rank has one."""
 
     def __init__(
         self,
@@ -109,18 +76,11 @@ class Trainer:
         self.parameters = [*module.parameters()]
         self.uses_scaler = recipe.precision == "float16"
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.uses_scaler)
-        self.has_diverged = torch.zeros((), device=device)
-        self.is_held = self.has_diverged  # the same tensor: nothing else holds a step
-        if self.uses_scaler:  # for which gradients that overflow are normal
-            self.is_held = torch.zeros((), device=device)
-        self.average: Average | None = None
+        self.average: ModelEmaV3 | None = None
         if recipe.ema_decay is not None:
-            self.average = Average(module.model, recipe.ema_decay, self.is_held)
+            self.average = ModelEmaV3(module.model, recipe.ema_decay, stochastic_rounding=False)
         self.parallel = world.parallel(module)
         self.optimizer = build_optimizer(module, recipe)
-        self.skips = skips(self.optimizer)
-        if self.skips:  # others refuse it
-            setattr(self.optimizer, "found_inf", self.is_held)
         self.lr = recipe.lr  # of the last step
         self.loss = build_loss(recipe, device)
         self.lr_of_graphs = torch.zeros((), device=device)
@@ -135,7 +95,7 @@ class Trainer:
         `images` (`b 3 h w`, uint8) and `classes` (`b`) are this rank's share of it. All random
         draws are a function of seed, step and rank. The share is cut into `grad_accum_steps`
         consecutive micro-batches, whose sizes differ by at most one; HTM matches pairs within each.
-        Raises Diverged as `tokenmixup.assignment.optimal_donors`, with nothing changed.
+        Raises Diverged as `tokenmixup.assignment.optimal_donors`.
         """
         key = self.config.seed, self.step, self.world.rank
         draws = self.inputs.draw(images.shape, *key)
@@ -169,50 +129,30 @@ class Trainer:
         images = images.to(device, non_blocking=True)
         classes = classes.to(device, non_blocking=True)
         mixed = self.inputs.apply(images, classes, draws.to(device))
-        buffers = [*self.module.buffers()]
-        before = [buffer.clone() for buffer in buffers]
 
         # Gradients; only the last backward pass reduces them over the ranks
         parts = list[Stats]()
         count = self.recipe.grad_accum_steps
         no_sync = getattr(self.parallel, "no_sync", nullcontext)  # DistributedDataParallel has it
-        try:
-            for part in mixed.split(count):
-                is_last = len(parts) == count - 1
-                with nullcontext() if is_last else no_sync():
-                    parts.append(self._forward_and_backward(part, global_size))
-        except Diverged:  # where matching waits for the host
-            for buffer, old in zip(buffers, before, strict=True):
-                buffer.copy_(old)
-            raise
+        for part in mixed.split(count):
+            is_last = len(parts) == count - 1
+            with nullcontext() if is_last else no_sync():
+                parts.append(self._forward_and_backward(part, global_size))
 
-        # Weights
-        norm = self._clip_gradients()
-        self._judge(norm, parts)
-        # If it is not fused, it does not skip a step by itself: the host waits for the norm.
-        if self.skips or self.is_held.item() == 0:
-            self.optimizer.step()  # not by `scaler.step`, which would replace its `found_inf`
+        # Weights; the scaler is that of float16, and does nothing otherwise
+        self.scaler.unscale_(self.optimizer)
+        norm = get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        if self.recipe.clip_grad_norm is not None:
+            clip_grads_with_norm_(self.parameters, self.recipe.clip_grad_norm, norm)
+        self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-
-        # Statistics and averages
-        for buffer, old in zip(buffers, before, strict=True):
-            torch.where(self.is_held > 0, old, buffer, out=buffer)
         if self.average is not None:
             self.average.update(self.module.model)
-        return parts
 
-    def _judge(self, norm: Tensor, parts: list[Stats]) -> None:
-        """Sets `has_diverged` and `is_held` by what is seen of a step, without waiting for it."""
-        seen = [part[name].total for part in parts for name in SEEN if name in part]
-        if not self.uses_scaler:
-            seen.append(norm)
-        total = torch.stack(cast(list[Tensor], seen)).sum()
-        # x - x is nan, which counts as true, unless x is finite; isfinite would launch three more
-        self.has_diverged.logical_or_(total - total)
-        self.world.any(self.has_diverged)  # gradients are those of all ranks, but losses are not
-        if self.uses_scaler:
-            self.is_held.copy_(norm - norm).logical_or_(self.has_diverged)
+        for stats in parts:
+            stats["gradient_norm"] = Stat(norm, is_max=True)
+        return parts
 
     def _forward_and_backward(self, part: Mixed, global_size: int) -> Stats:
         """Adds the gradients of a micro-batch: labels, the mixing of tokens, loss, backward."""
@@ -231,22 +171,9 @@ class Trainer:
             input_mixed = Stat(part.is_mixed.sum(dtype=torch.float32))
         return {
             "loss": Stat(loss.detach() * n, n),
-            # The tensor itself: `_judge` writes it later, BatchMetrics reads it after the step.
-            "skipped": Stat(self.is_held, is_max=True),
             "input_mixed_samples": input_mixed,
             **output.sums,
         }
-
-    def _clip_gradients(self) -> Tensor:
-        """Clips the gradients, no longer scaled, and returns their norm before clipping.
-
-        It is not finite if the scaler skips the step: asking the scaler would wait for the device.
-        """
-        self.scaler.unscale_(self.optimizer)  # none without a scaler
-        norm = get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        if self.recipe.clip_grad_norm is not None:
-            clip_grads_with_norm_(self.parameters, self.recipe.clip_grad_norm, norm)
-        return norm
 
     def begin_epoch(self, epoch: int) -> None:
         """Prepares the model for an epoch, counted from 0; from `off_epoch` on nothing mixes."""
