@@ -68,9 +68,9 @@ class Pass:
         if self.manifold is not None and self.manifold.layer == plan.index:
             self.targets = self.manifold(self.targets)
             entry = entry.with_tokens(self.manifold(entry.tokens))
-        vtm_saliency = None
+        unmixed = entry
         if plan.htm is not None:
-            entry, vtm_saliency = self._mix(plan, entry)
+            entry = self._mix(plan, entry)
         memory = None
         if plan.vtm is not None:
             chosen = memory_of(self.sources, plan.vtm, plan.adapter.num_prefix_tokens)
@@ -81,10 +81,11 @@ class Pass:
         if memory is not None:
             watching.fused()
         if plan.is_source:
-            seen = watching.map()
-            if vtm_saliency is None:
-                vtm_saliency = saliency_of_map(seen, entry)
-            self.sources.append(Source(entry.flat_tokens, vtm_saliency))
+            if plan.htm is not None and plan.htm.order == "published":
+                saliency = by_attention(unmixed)
+            else:  # Section 3.4: by the map that this block computes on its own tokens
+                saliency = saliency_of_map(watching.map(), entry)
+            self.sources.append(Source(entry.flat_tokens, saliency))
         return out
 
     def _enter(self, plan: Plan, args: tuple[Any, ...], kwargs: Any) -> BlockInput:
@@ -110,11 +111,8 @@ class Pass:
             grid = square_grid(entry.num_spatial_tokens, *self.image_size)
         return replace(entry, input_gradient=self.input_gradient, grid=grid)
 
-    def _mix(self, plan: Plan, entry: BlockInput) -> tuple[BlockInput, Tensor | None]:
-        """Mixes tokens and targets by Algorithm 1 at a layer of HTM.
-
-        Returns the mixed input and, if the block feeds a layer of VTM, the saliency for VTM, `b t`.
-        """
+    def _mix(self, plan: Plan, entry: BlockInput) -> BlockInput:
+        """Mixes tokens and targets by Algorithm 1 at a layer of HTM; returns the mixed input."""
         htm = plan.htm
         assert htm is not None
         x = entry.flat_tokens
@@ -142,16 +140,10 @@ class Pass:
             grid=entry.grid,
         )
         self.layers.append(mix._replace(layer=plan.index, score_logits=score_logits))
-        vtm_saliency = None
-        if plan.is_source:  # VTM's is always by attention
-            vtm_saliency = saliency if plan.detect is by_attention else by_attention(entry)
-        if htm.order == "published":  # VTM goes on choosing by the saliency before mixing
+        if htm.order == "published":
             mix = in_published_order(mix)
-        elif vtm_saliency is not None:
-            # tokens take their saliency along; the map of the mix is not read for it
-            vtm_saliency = torch.where(mix.mask, vtm_saliency[mix.donor], vtm_saliency)
         self.targets = mix.targets
-        return entry.with_tokens(mix.tokens), vtm_saliency
+        return entry.with_tokens(mix.tokens)
 
     def output(self, logits: Any, score_loss_weight: float) -> Output:
         """Returns the output of the pass.
