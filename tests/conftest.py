@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from reproduction.models.cct import CCT
 from tokenmixup import HTM
-from tokenmixup.settings import allowed_of
+from tokenmixup.settings import RULES, choices_of
 
 CLASSES = 5
 
@@ -131,10 +131,9 @@ def drawn_batch(samples: int, pixels: int) -> tuple[Tensor, Tensor]:
 def other_rules() -> dict[str, dict[str, Any]]:
     """Every value of a rule of HTM that is not the paper's, by its text."""
     rules: dict[str, dict[str, Any]] = {}
-    for name, option in allowed_of(HTM).items():
-        if name not in ("pooling", "difficulty", "stop_gradient"):
-            for value in option.choices[1:]:
-                rules[f"{name}={value}"] = {name: value}
+    for name in (*RULES, "order"):
+        for value in choices_of(HTM, name)[1:]:
+            rules[f"{name}={value}"] = {name: value}
     return rules
 
 

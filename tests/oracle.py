@@ -66,14 +66,14 @@ class Oracle(nn.Module):
         memories: dict[int, list[Tensor]] = {layer: [] for layer in self.vtm}
         layers: list[Layer] = []
         for index, block in enumerate(self.model.blocks):
-            saliency = saliency_of(block, x, self.prefix)
+            saliency = self.saliency_of(block, x)
             if index in self.htm:
                 layer = self.mixed(index, x, targets, saliency)
                 layers.append(layer)
                 x = layer.mix.tokens
                 targets = layer.mix.targets
-                saliency = layer.mix.saliency
-            for later, memory in memories.items():
+                saliency = self.saliency_of(block, x)  # of this block's own map
+            for later, memory in memories.items():  # Section 3.4: each previous layer
                 if later > index:
                     memory.append(self.remembered(later, x, saliency))
             keys = torch.cat([x, *memories.get(index, [])], dim=1)
@@ -86,9 +86,19 @@ class Oracle(nn.Module):
             loss = loss + weight * layer.difficulty.mean()
         return Expected(logits, targets, layers, loss)
 
+    @torch.no_grad()
+    def saliency_of(self, block: Any, x: Tensor) -> Tensor:
+        """Eq. 3: the class token's row of the map if the class is read from it, else the mean."""
+        attn = attention_map(block, x).mean(dim=1)
+        reads_class_token = getattr(self.model, "global_pool", "token") == "token"
+        if self.prefix and reads_class_token:
+            attn = attn[:, :1]
+        return attn.mean(dim=1)[:, self.prefix :]
+
     def mixed(self, index: int, x: Tensor, targets: Tensor, saliency: Tensor) -> Layer:
-        """Algorithm 1 at a layer of HTM."""
+        """Algorithm 1 at a layer of HTM, which compares in float32."""
         htm = self.htm[index]
+        saliency = saliency.float()
         score_logits = self.scorenets[str(index)](x, self.prefix)
         difficulty = F.cross_entropy(score_logits, targets, reduction="none")  # Eq. 1
         is_easy = difficulty < htm.tau  # Eq. 8
@@ -177,16 +187,7 @@ def classify(model: Any, x: Tensor) -> Tensor:
 def attention_map(block: Any, x: Tensor) -> Tensor:
     """The map of a block's own attention, query x key: `b n d` -> `b h n n`."""
     x = block.norm1(x)
-    return scores_of(block.attn, x, x).softmax(dim=-1, dtype=torch.float32)
-
-
-@torch.no_grad()
-def saliency_of(block: Any, x: Tensor, prefix: int) -> Tensor:
-    """Eq. 3: the class token's row of the attention map, else the mean over rows, `b t`."""
-    attn = attention_map(block, x).mean(dim=1)
-    if prefix:
-        return attn[:, 0, prefix:]
-    return attn.mean(dim=1)
+    return scores_of(block.attn, x, x).softmax(dim=-1)
 
 
 def most_salient(x: Tensor, saliency: Tensor, kappa: int, prefix: int) -> Tensor:

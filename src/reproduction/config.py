@@ -27,7 +27,7 @@ from reproduction.door import Door
 from reproduction.errors import UserError, as_typed, in_one_line
 from reproduction.machine import local_ranks, usable_cores
 from tokenmixup import HTM, VTM, ManifoldMixup
-from tokenmixup.settings import LARGEST, RULES, Option, built
+from tokenmixup.settings import LARGEST, RULES, built
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF_DIR, TRAIN = ROOT / "conf", ROOT / "train.py"
@@ -258,9 +258,6 @@ class InputMix:
     prob: Fraction
 
 
-A_MAPPING = {"option": Option("a mapping", lambda x: isinstance(x, Mapping), dict)}
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HTMByName(HTM):
     """The library's settings, with paths in place of functions, and options of their factories."""
@@ -269,15 +266,18 @@ class HTMByName(HTM):
     matching: str
     mask_rule: str
     labels: str
-    detector_options: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=A_MAPPING)
-    matching_options: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=A_MAPPING)
-    mask_rule_options: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=A_MAPPING)
-    labels_options: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=A_MAPPING)
+    detector_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    matching_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    mask_rule_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    labels_options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    @classmethod
-    def rule(cls, name: str) -> Option:
-        door = HTM_RULES[name]
-        return Option(f"one of {door.allowed}", door.takes)
+    def checked(self, name: str, value: Any) -> Any:
+        """Returns the value of an option. Raises ValueError that says what is allowed."""
+        if name in HTM_RULES:
+            return HTM_RULES[name].checked(value)
+        if name.removesuffix("_options") in HTM_RULES:
+            return TypeAdapter(dict[str, Any]).validate_python(value)
+        return super().checked(name, value)
 
 
 @schema

@@ -35,7 +35,8 @@ class Adapter:
     embed_dim: str | int  # width of the tokens, or the path to it from the model or from `block`
     num_prefix_tokens: int = 0  # tokens before the spatial tokens
     reads_class_token: bool = False  # whether the head reads token 0 and no patch
-    in_rows: bool = True  # whether spatial tokens are in the order of the image, row by row
+    # whether spatial tokens are square patches of the image, row by row; else they are not counted
+    in_rows: bool = True
     # (block, map, *args, **kwargs of the block) -> saliency `b t` of its input; any shape of map
     geometry: Callable[..., Tensor] | None = None
 
@@ -128,17 +129,23 @@ ADAPTERS = {  # models that work without an adapter of the user's
 
 
 def adapter_of(model: Any) -> Adapter:
-    """Returns the adapter of a known class, or one made from it; else that of timm's names."""
+    """Returns the adapter of a known class, or one made from it; else that of timm's names.
+
+    Raises ValueError if an adapter of the user's must say where the blocks are, or which of their
+    tokens are the prefix.
+    """
     for kind in type(model).__mro__:
         known = ADAPTERS.get(f"{kind.__module__}.{kind.__name__}")
         if known is not None:
             return known
-    return timm_adapter(model)
-
-
-def timm_adapter(model: Any) -> Adapter:
-    """Returns the adapter of a model with timm's names."""
+    name = type(model).__name__
+    if not hasattr(model, "blocks"):
+        raise ValueError(f"{name} has no sequence named blocks; it needs an Adapter")
     joins_later = hasattr(model, "blocks_token_only")  # CaiT's class token has blocks of its own
+    names_prefix = hasattr(model, "num_prefix_tokens") or joins_later
+    if not names_prefix and has_class_token(model):
+        must = "an Adapter must say num_prefix_tokens and reads_class_token"
+        raise ValueError(f"{name} has a class token: {must}")
     num_prefix_tokens = 0 if joins_later else getattr(model, "num_prefix_tokens", 0)
     pools_token = getattr(model, "global_pool", None) == "token"
     return Adapter(
@@ -161,7 +168,7 @@ def blocks_of(model: Any, adapter: Adapter | None = None) -> list[nn.Module]:
     their tokens are the prefix.
     """
     if adapter is None:
-        adapter = checked_adapter_of(model)
+        adapter = adapter_of(model)
     modules = [model]
     for path in adapter.blocks.split(".*."):
         inside: list[nn.Module] = []
@@ -198,24 +205,6 @@ def _follow(start: Any, path: str, field: str) -> Any:
         return attrgetter(path)(start)
     except AttributeError as error:
         raise ValueError(f"Adapter.{field}={path!r}: {error}") from error
-
-
-def checked_adapter_of(model: Any) -> Adapter:
-    """Returns `adapter_of`, if that tells which tokens of the model are the prefix.
-
-    Raises ValueError if an adapter of the user's must say it.
-    """
-    adapter = adapter_of(model)
-    name = type(model).__name__
-    if adapter.blocks != "blocks":  # of a known class
-        return adapter
-    if not hasattr(model, "blocks"):
-        raise ValueError(f"{name} has no sequence named blocks; it needs an Adapter")
-    names_prefix = hasattr(model, "num_prefix_tokens") or hasattr(model, "blocks_token_only")
-    if not names_prefix and has_class_token(model):
-        must = "an Adapter must say num_prefix_tokens and reads_class_token"
-        raise ValueError(f"{name} has a class token: {must}")
-    return adapter
 
 
 def check_unwrapped(model: Any) -> None:

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from tokenmixup.adapters import Adapter
+from tokenmixup.attention import AttendedMemory, MapSeen, Watching
 from tokenmixup.settings import HTM, VTM
 from tokenmixup.vertical import Memory
-from tokenmixup.watch import AttendedMemory, MapSeen, Watching
 
 Forward = Callable[..., Any]  # of a module, which has arguments and output of its own
 
 
 class Plain(NamedTuple):
-    """A module and its own `forward`, whatever stands in for that during a pass."""
+    """A module and its own `forward`, whatever wraps that during a pass."""
 
     module: nn.Module
     own: Forward | None  # what the instance has as `forward`; None: that of its class
@@ -44,7 +44,7 @@ class Plan:
     detect: "Detector"  # HTM's
     vtm: VTM | None
     is_source: bool  # whether a later layer of VTM gets tokens of this block
-    evaluated: tuple[int, ...] = ()  # rows and columns of images, and its tokens in evaluation
+    evaluated: tuple[int, ...] | None = None  # rows and columns of images, and its tokens there
 
     @property
     def block(self) -> nn.Module:
@@ -107,45 +107,46 @@ def input_of(plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bl
     if not isinstance(x, Tensor) or x.ndim not in (3, 4):
         must = "its first argument must be tokens b n d or, without VTM, b rows columns d"
         raise ValueError(f"{plan.name} gets {type(x).__name__}: {must}")
-    entry = BlockInput(args, kwargs, plan)
-    if entry.num_spatial_tokens < 1:
-        found = f"{entry.num_tokens} tokens, num_prefix_tokens={entry.adapter.num_prefix_tokens}"
-        raise ValueError(f"{plan.name} gets {found}: there must be more")
-    return entry
+    block_input = BlockInput(args, kwargs, plan)
+    if block_input.num_spatial_tokens < 1:
+        found = f"{block_input.num_tokens} tokens"
+        must = f"must be more than Adapter.num_prefix_tokens={plan.adapter.num_prefix_tokens}"
+        raise ValueError(f"{plan.name} gets {found}: {must}")
+    return block_input
 
 
 def run_watched(
-    entry: BlockInput, memory: AttendedMemory | None = None, ends: bool = False
+    block_input: BlockInput, memory: AttendedMemory | None = None, ends: bool = False
 ) -> tuple[Any, Watching]:
     """Runs a block, whose attention also gets the keys and values of a memory (Eq. 13).
 
-    Returns its output, and what has seen its attention, at which the run `ends` if told so.
+    Returns its output, and what has seen its attention, at which the run `ends` if `ends`.
     """
     watching = Watching(
-        name=entry.name,
-        b=len(entry.tokens),
-        n=entry.num_tokens,
-        any_shape=entry.adapter.geometry is not None,
+        name=block_input.name,
+        b=len(block_input.tokens),
+        n=block_input.num_tokens,
+        any_shape=block_input.adapter.geometry is not None,
         ends=ends,
         memory=memory,
     )
     out = None
     with suppress(MapSeen), watching:
-        out = entry.plan.blocks[0].run(*entry.args, **entry.kwargs)
+        out = block_input.plan.blocks[0].run(*block_input.args, **block_input.kwargs)
     return out, watching
 
 
-def attended_of_memory(entry: BlockInput, memory: Memory) -> AttendedMemory:
+def attended_of_memory(block_input: BlockInput, memory: Memory) -> AttendedMemory:
     """Returns the keys and values that a block makes of a memory, from its tokens alone.
 
     The block's own prefix is put before them, since rotary positions know it by its place.
     """
-    prefix = entry.adapter.num_prefix_tokens
-    tokens = torch.cat([entry.tokens[:, :prefix], memory.tokens], dim=1)
-    kwargs = entry.kwargs
+    prefix = block_input.adapter.num_prefix_tokens
+    tokens = torch.cat([block_input.tokens[:, :prefix], memory.tokens], dim=1)
+    kwargs = block_input.kwargs
     if kwargs.get("rope") is not None:  # timm's EVA, DINOv3 and others: rotary positions
         kwargs = {**kwargs, "rope": _rope_at(kwargs["rope"], memory.indices, prefix)}
-    alone = replace(entry, args=(tokens, *entry.args[1:]), kwargs=kwargs)
+    alone = replace(block_input, args=(tokens, *block_input.args[1:]), kwargs=kwargs)
     _, watching = run_watched(alone, ends=True)
     keys, values = watching.fused()
     return AttendedMemory((keys[..., prefix:, :], values[..., prefix:, :]), memory.indices)

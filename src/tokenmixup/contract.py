@@ -39,10 +39,12 @@ def check_block(plan: Plan) -> None:
 def check_model(model: nn.Module, plans: Mapping[int, Plan], images: Tensor) -> None:
     """Runs a model once, in evaluation: counts tokens, and checks keys and values for VTM.
 
-    With gradients, as in training: autocast and `parametrize.cached()` keep weights for later.
+    Until a batch has been finite, which alone can show them. With gradients, as in training:
+    autocast and `parametrize.cached()` keep weights for later.
     """
     mixing = [plan for plan in plans.values() if plan.htm is not None or plan.vtm is not None]
-    if not mixing or images.is_meta:
+    is_checked = all(plan.evaluated is not None for plan in mixing)
+    if is_checked or images.is_meta:
         return
     hooks = [
         plan.block.register_forward_pre_hook(partial(_check, plan, images), with_kwargs=True)
@@ -61,23 +63,26 @@ def _check(
     plan: Plan, images: Tensor, block: nn.Module, args: tuple[Any, ...], kwargs: Any
 ) -> None:
     """Notes the number of tokens, which must be that of training; checks a block of VTM."""
-    entry = input_of(plan, args, kwargs)
-    plan.evaluated = (*images.shape[2:], entry.num_tokens)
+    block_input = input_of(plan, args, kwargs)
     if plan.vtm is not None:
-        _check_keys(plan, entry)
+        _check_keys(plan, block_input)
+    if block_input.tokens.isfinite().all():
+        plan.evaluated = (*images.shape[2:], block_input.num_tokens)
 
 
-def _check_keys(plan: Plan, entry: BlockInput) -> None:
+def _check_keys(plan: Plan, block_input: BlockInput) -> None:
     """Raises ValueError unless tokens have the same keys and values alone as beside the others."""
-    x = entry.tokens
+    x = block_input.tokens
     prefix = plan.adapter.num_prefix_tokens
-    last = torch.arange(entry.num_tokens - 1, prefix - 1, -2, device=x.device)  # every other token
+    last = torch.arange(
+        block_input.num_tokens - 1, prefix - 1, -2, device=x.device
+    )  # every other token
     indices = last.expand(len(x), -1)
-    _, watching = run_watched(entry, ends=True)
+    _, watching = run_watched(block_input, ends=True)
     own = watching.fused()
     tolerance = max(TOLERANCE, ROUNDINGS * torch.finfo(own[0].dtype).eps)
     try:
-        alone, _ = attended_of_memory(entry, Memory(x[:, last], indices))
+        alone, _ = attended_of_memory(block_input, Memory(x[:, last], indices))
         pairs = zip(alone, (each[..., last, :] for each in own), strict=True)
         differ = [(a - b).abs().max() > tolerance * b.abs().max() for a, b in pairs]
     except (RuntimeError, TypeError, AttributeError, IndexError) as error:

@@ -1,9 +1,9 @@
 """What `attach` does to a transformer, without editing it: HTM, VTM and manifold mixup.
 
-During a training pass another function stands in for `forward` of the blocks. It does
-not matter what a block consists of: its attention map is seen while the block computes it (see
-`watch.py`), and for VTM that attention gets keys and values of m tokens of memory beside those of
-the block's own n. Evaluation is the plain model, bit for bit.
+During a training pass a wrapper runs in the place of `forward` of the blocks. It does not matter
+what a block consists of: its attention map is seen while the block computes it (`attention.py`),
+and for VTM that attention gets keys and values of m tokens of memory beside those of the block's
+own n. Evaluation is the plain model, bit for bit.
 
     images, targets          checked; what is asked of a block (`contract.py`), once;
         |                    the draws of manifold mixup; the input gradient, if HTM takes it
@@ -32,19 +32,11 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
-from tokenmixup.adapters import (
-    Adapter,
-    adapter_of,
-    blocks_of,
-    check_unwrapped,
-    checked_adapter_of,
-    width_of,
-)
-from tokenmixup.block import Forward, Plain, Plan
-from tokenmixup.contexts import evaluating
+from tokenmixup.adapters import Adapter, adapter_of, blocks_of, check_unwrapped, width_of
+from tokenmixup.block import Detector, Forward, Plain, Plan
+from tokenmixup.contexts import backward_without_autocast, evaluating
 from tokenmixup.contract import check_block, check_model
 from tokenmixup.horizontal import PAPER, HorizontalMix
 from tokenmixup.manifold import ManifoldMix, draw_manifold_mix
@@ -52,7 +44,7 @@ from tokenmixup.needs import Mixing, check_layers, check_needs
 from tokenmixup.output import Output
 from tokenmixup.passes import Pass, run_in_pass
 from tokenmixup.rules import rules_of
-from tokenmixup.saliency import Detector, by_attention, detector_of, input_gradient, takes_gradient
+from tokenmixup.saliency import by_attention, detector_of, input_gradient, takes_gradient
 from tokenmixup.scorenet import ScoreNet
 from tokenmixup.settings import HTM, VTM, ManifoldMixup, built
 
@@ -73,7 +65,7 @@ class TokenMixup(nn.Module):
     targets. Training raises TypeError without them; ValueError for images or targets of another
     kind (values of targets are read on a CPU only), a block whose map is not seen, and one that is
     skipped, repeated or checkpointed by the model itself; FloatingPointError if saliency is not
-    finite, as `assignment.optimal_donors` says. HTM's `rules` and `detect` may be replaced.
+    finite, as `assignment.optimal_donors` says. HTM's `rules` may be replaced.
     """
 
     def __init__(
@@ -96,36 +88,36 @@ class TokenMixup(nn.Module):
         self.manifold_mixup = built(ManifoldMixup, manifold_mixup)
         self.checkpoint_blocks = checkpoint_blocks
         self.rules = PAPER
-        self.detect: Detector = by_attention
+        self._detect: Detector = by_attention
         if self.htm is not None:
             self.htm = self.htm.for_classes(num_classes)  # `tau=auto` becomes a number
             self.rules = rules_of(self.htm)
-            self.detect = detector_of(self.htm)
+            self._detect = detector_of(self.htm)
+        self._takes_gradient = takes_gradient(self._detect)
         self._mixing = Mixing(  # empty after `stop_mixing`
             htm={} if self.htm is None else self.htm.by_layer,
             vtm={} if self.vtm is None else self.vtm.by_layer,
             manifold=self.manifold_mixup,
         )
-        self._given_adapter = adapter
-        self.adapter = adapter or adapter_of(model)
         self._running: list[Pass] = []  # the pass while it runs
         self._forget()
-        if self._mixing.touched() or checkpoint_blocks:
+        self.adapter: Any = adapter  # an Adapter, if something touches blocks
+        if self._touches_blocks:
             check_unwrapped(model)
+            self.adapter = adapter or adapter_of(model)
             self._look_up()
         self.scorenets = nn.ModuleDict({str(x): self._new_scorenet(x) for x in self._mixing.htm})
 
     def _forget(self) -> None:
-        """Forgets what is known of the model."""
-        self._known: list[Any] = []  # what it was found to be
+        """Forgets the blocks, and what passes do at them."""
         self._blocks: list[Plain] = []
         self._plans: dict[int, Plan] = {}  # by index, of the blocks that something touches
-        self._stand_ins: list[tuple[Plain, Forward]] = []  # what runs instead of their `forward`
-        self._is_checked = False  # whether the blocks keep the contract
+        self._wrappers: list[tuple[Plain, Forward]] = []  # what runs instead of their `forward`
+        self._touches_blocks = self.checkpoint_blocks or bool(self._mixing.touched())
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has its own plans and stand-ins: these hold modules of this one."""
-        return {**vars(self), "_known": [], "_blocks": [], "_plans": {}, "_stand_ins": []}
+        """A copy has its own plans and wrappers: these hold modules of this one."""
+        return {**vars(self), "_blocks": [], "_plans": {}, "_wrappers": []}
 
     def _new_scorenet(self, layer: int) -> ScoreNet:
         assert self.htm is not None  # it has layers
@@ -143,7 +135,7 @@ class TokenMixup(nn.Module):
     @overload
     def forward(self, images: Tensor, targets: Tensor) -> Output: ...
 
-    @torch._dynamo.decorators.skip  # not traced itself, but what it calls: the graph is `_run`
+    @torch.compiler.disable(recursive=False)  # what it calls is compiled: the graph is `_run`
     def forward(self, images: Tensor, targets: Tensor | None = None) -> Tensor | Output:
         """Checks the batch, draws what is drawn for it as a whole, and runs the pass."""
         if not self.training:
@@ -151,16 +143,8 @@ class TokenMixup(nn.Module):
         gradient, manifold = self._begin(images, targets)
         assert targets is not None  # or the batch was refused
         try:
-            # A compiler would trace the backward pass under the autocast of this call. With "off"
-            # it has none, as in eager mode: ScoreNet's gradients have its parameters' precision.
-            with functorch_config.patch("backward_pass_autocast", "off"):
+            with backward_without_autocast():
                 return self._run(images, targets, gradient, manifold)
-        except FloatingPointError as error:
-            are_finite = images.flatten(1).isfinite().all(dim=1)
-            bad = (~are_finite).nonzero().flatten().tolist()
-            if not bad:
-                raise
-            raise FloatingPointError(f"images{bad}: not finite; {error}") from error
         finally:
             self._end()
 
@@ -190,30 +174,28 @@ class TokenMixup(nn.Module):
 
     @torch.compiler.disable
     def _begin(self, images: Tensor, targets: Any) -> tuple[Tensor | None, ManifoldMix | None]:
-        """Checks a batch, and the model if that has changed; computes the input gradient.
+        """Checks a batch, and blocks that are new; computes the input gradient.
 
-        Then draws for manifold mixup, and lets the stand-ins of the pass take over.
+        Then draws for manifold mixup, and puts the wrappers of the pass in place.
         """
-        if getattr(self, "_is_replica", False):  # torch.nn.DataParallel says so of its copies
-            raise ValueError("TokenMixup trains under DistributedDataParallel, not DataParallel")
         check_batch(images, targets, self.num_classes)
-        if self._mixing.touched() or self.checkpoint_blocks:
+        if self._touches_blocks:
             self._look_up()
-        if not self._is_checked:
             check_model(self.model, self._plans, images)
-            self._is_checked = True
-        gradient = self._input_gradient(images, targets)
+        gradient = None
+        if self._mixing.htm and self._takes_gradient:
+            gradient = self._input_gradient(images, targets)
         manifold = None
         if self._mixing.manifold is not None:
             manifold = draw_manifold_mix(self._mixing.manifold, images)
-        for plain, forward in self._stand_ins:
+        for plain, forward in self._wrappers:
             vars(plain.module)["forward"] = forward
         return gradient, manifold
 
     @torch.compiler.disable
     def _end(self) -> None:
-        """Takes the stand-ins away, whatever has become of them."""
-        for plain, _ in self._stand_ins:
+        """Takes the wrappers away, whatever has become of them."""
+        for plain, _ in self._wrappers:
             vars(plain.module).pop("forward", None)
             if plain.own is not None:
                 vars(plain.module)["forward"] = plain.own
@@ -221,41 +203,34 @@ class TokenMixup(nn.Module):
     def _look_up(self) -> None:
         """Looks up the blocks, and plans what happens at each, unless they are as they were.
 
-        Raises ValueError if the model cannot serve.
+        Raises ValueError if the model is not supported.
         """
-        adapter = self._given_adapter or checked_adapter_of(self.model)
-        modules = blocks_of(self.model, adapter)
+        modules = blocks_of(self.model, self.adapter)
         blocks = [Plain(x, vars(x).get("forward")) for x in modules]
-        known = [adapter, self.detect, self.checkpoint_blocks, blocks]
-        if known == self._known:
+        if blocks == self._blocks:
             return  # keeps the plans, whose identity torch.compile guards
-        check_layers(self._mixing, self.model, modules, adapter)
-        check_needs(self._mixing, self.detect, self.model, adapter)
+        check_layers(self._mixing, self.model, modules, self.adapter)
+        check_needs(self._mixing, self._takes_gradient, self.model, self.adapter)
         self._forget()
-        self._known = known
         self._blocks = blocks
-        self.adapter = adapter
         for index, block in enumerate(blocks):
             if index in self._mixing.touched():
                 plan = self._plans[index] = Plan(
                     index=index,
                     name=f"block {index} ({type(block.module).__name__})",
                     blocks=blocks[index:],
-                    adapter=adapter,
+                    adapter=self.adapter,
                     htm=self._mixing.htm.get(index),
-                    detect=self.detect,
+                    detect=self._detect,
                     vtm=self._mixing.vtm.get(index),
                     is_source=index in self._mixing.sources(),
                 )
                 check_block(plan)
-                self._stand_ins.append((block, partial(run_in_pass, self._running, plan)))
+                self._wrappers.append((block, partial(run_in_pass, self._running, plan)))
             elif self.checkpoint_blocks:
-                self._stand_ins.append((block, partial(checkpoint, block.run, use_reentrant=False)))
+                self._wrappers.append((block, partial(checkpoint, block.run, use_reentrant=False)))
 
-    def _input_gradient(self, images: Tensor, targets: Tensor) -> Tensor | None:
-        """Returns the input gradient if HTM takes it."""
-        if not (self._mixing.htm and takes_gradient(self.detect)):
-            return None
+    def _input_gradient(self, images: Tensor, targets: Tensor) -> Tensor:
         with evaluating(self.model):
             images = images.to(next(self.model.parameters()).dtype)  # it runs without autocast
             return input_gradient(lambda x: logits_of(self.model(x)), images, targets)

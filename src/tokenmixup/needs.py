@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from tokenmixup.adapters import Adapter, width_of
-from tokenmixup.block import Detector
-from tokenmixup.saliency import takes_gradient
 from tokenmixup.settings import HTM, VTM, ManifoldMixup
 
 
@@ -50,8 +48,15 @@ def check_layers(
         raise ValueError(f"htm.layer={list(mixing.htm)}: must lie in one stage of {kind}")
 
 
-def check_needs(mixing: Mixing, detect: Detector, model: nn.Module, adapter: Adapter) -> None:
-    """Raises ValueError for VTM, rollout or a detector that the blocks cannot serve."""
+def check_needs(mixing: Mixing, takes_gradient: bool, model: nn.Module, adapter: Adapter) -> None:
+    """Raises ValueError for VTM, rollout or a detector that the model does not support.
+
+    `takes_gradient`: whether HTM's detector reads the input gradient.
+    """
+    for vtm in mixing.vtm.values():
+        if vtm.class_token_offset == "published" and not adapter.reads_class_token:
+            must = "must be paper, for a model that does not classify by a class token"
+            raise ValueError(f"vtm.class_token_offset=published: {must}")
     rolls_out = any(htm.rollout_steps for htm in mixing.htm.values())
     if (mixing.vtm or rolls_out) and not adapter.attends_to_all:
         key = "vtm.layer" if mixing.vtm else "htm.rollout_steps"
@@ -59,7 +64,7 @@ def check_needs(mixing: Mixing, detect: Detector, model: nn.Module, adapter: Ada
         raise ValueError(f"{key}: needs attention over all tokens, which {kind} does not have")
     if rolls_out and getattr(model, "rope_mixed", False):  # timm's
         raise ValueError("htm.rollout_steps: must be 0, each block has rotary positions of its own")
-    if not (mixing.htm and takes_gradient(detect)):
+    if not (mixing.htm and takes_gradient):
         return
     layers = [*mixing.htm]
     reason = "with detector=gradient, whose saliency is that of the unmixed batch"

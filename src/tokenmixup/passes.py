@@ -10,13 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tokenmixup.block import (
-    BlockInput,
-    Plan,
-    attended_of_memory,
-    input_of,
-    run_watched,
-)
+from tokenmixup.block import BlockInput, Plan, attended_of_memory, input_of, run_watched
+from tokenmixup.contexts import Autograd, autograd_now
 from tokenmixup.horizontal import HorizontalMix, Rules, mix_horizontal
 from tokenmixup.manifold import ManifoldMix
 from tokenmixup.output import Output, output_of
@@ -29,21 +24,6 @@ OWN_CHECKPOINTING = (
     "runs without gradients or under the model's own gradient checkpointing, which would rerun it "
     "without TokenMixup: use attach(..., checkpoint_blocks=True)"
 )
-Autograd = tuple[bool, Any]  # whether it records operations, and the checkpoint around them
-
-
-def autograd_now() -> Autograd:
-    """Returns the state of autograd, which is another one within a gradient checkpoint.
-
-    Of checkpoints it sees those of torch that are not reentrant.
-    """
-    is_recorded = torch.is_grad_enabled()
-    if torch.compiler.is_compiling():  # compiled, a rerun is right
-        return is_recorded, None
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":
-        return is_recorded, None
-    return is_recorded, hooks[0]
 
 
 @dataclass(eq=False)
@@ -64,30 +44,31 @@ class Pass:
 
     def run_block(self, plan: Plan, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs a block on what manifold mixup, HTM and VTM make of its input."""
-        entry = self._enter(plan, args, kwargs)
+        block_input = self._input(plan, args, kwargs)
         if self.manifold is not None and self.manifold.layer == plan.index:
             self.targets = self.manifold(self.targets)
-            entry = entry.with_tokens(self.manifold(entry.tokens))
-        vtm_saliency = None
+            block_input = block_input.with_tokens(self.manifold(block_input.tokens))
+        unmixed = block_input
         if plan.htm is not None:
-            entry, vtm_saliency = self._mix(plan, entry)
+            block_input = self._mix(plan, block_input)
         memory = None
         if plan.vtm is not None:
             chosen = memory_of(self.sources, plan.vtm, plan.adapter.num_prefix_tokens)
-            memory = attended_of_memory(entry, chosen)
-        out, watching = run_watched(entry, memory)
+            memory = attended_of_memory(block_input, chosen)
+        out, watching = run_watched(block_input, memory)
         if watching.maps > 1 and plan.htm is not None:
             watching.map()  # HTM's first run has seen but one of them
         if memory is not None:
             watching.fused()
         if plan.is_source:
-            seen = watching.map()
-            if vtm_saliency is None:
-                vtm_saliency = saliency_of_map(seen, entry)
-            self.sources.append(Source(entry.flat_tokens, vtm_saliency))
+            if plan.htm is not None and plan.htm.order == "published":
+                saliency = by_attention(unmixed)
+            else:  # Section 3.4: by the map that this block computes on its own tokens
+                saliency = saliency_of_map(watching.map(), block_input)
+            self.sources.append(Source(block_input.flat_tokens, saliency))
         return out
 
-    def _enter(self, plan: Plan, args: tuple[Any, ...], kwargs: Any) -> BlockInput:
+    def _input(self, plan: Plan, args: tuple[Any, ...], kwargs: Any) -> BlockInput:
         """Returns the input of a block that begins.
 
         Raises ValueError if it or a later one has begun before, or if autograd is not as it was
@@ -98,26 +79,41 @@ class Pass:
         if self.autograd != autograd_now():
             raise ValueError(f"{plan.name} {OWN_CHECKPOINTING}")
         self.entered.append(plan.index)
-        entry = input_of(plan, args, kwargs)
-        *image_size, evaluated = plan.evaluated or (0, 0, 0)
-        if image_size == [*self.image_size] and entry.num_tokens != evaluated:
-            must = f"must be those of evaluation, {evaluated}: the prefix and all patches"
-            raise ValueError(f"{plan.name} gets {entry.num_tokens} tokens, {must}")
-        grid = None
-        if entry.tokens.ndim == 4:
-            grid = (entry.tokens.shape[1], entry.tokens.shape[2])
-        elif plan.adapter.in_rows:
-            grid = square_grid(entry.num_spatial_tokens, *self.image_size)
-        return replace(entry, input_gradient=self.input_gradient, grid=grid)
+        block_input = input_of(plan, args, kwargs)
+        grid = self._grid_of(plan, block_input)
+        return replace(block_input, input_gradient=self.input_gradient, grid=grid)
 
-    def _mix(self, plan: Plan, entry: BlockInput) -> tuple[BlockInput, Tensor | None]:
-        """Mixes tokens and targets by Algorithm 1 at a layer of HTM.
+    def _grid_of(self, plan: Plan, block_input: BlockInput) -> tuple[int, int] | None:
+        """Returns rows and columns of the spatial tokens, None if an adapter says `in_rows=False`.
 
-        Returns the mixed input and, if the block feeds a layer of VTM, the saliency for VTM, `b t`.
+        Raises ValueError if the block gets other tokens than the prefix and all patches: another
+        number than in evaluation, or a number that no square patches give.
         """
+        tokens = f"{plan.name} gets {block_input.num_tokens} tokens"
+        if plan.evaluated is not None:
+            *image_size, evaluated = plan.evaluated
+            if image_size == [*self.image_size] and block_input.num_tokens != evaluated:
+                must = f"must be those of evaluation, {evaluated}: the prefix and all patches"
+                raise ValueError(f"{tokens}, {must}")
+        if block_input.tokens.ndim == 4:
+            return (block_input.tokens.shape[1], block_input.tokens.shape[2])
+        if not plan.adapter.in_rows:
+            return None
+        height, width = self.image_size
+        grid = square_grid(block_input.num_spatial_tokens, height, width)
+        if grid is None and (plan.htm is not None or plan.vtm is not None):
+            found = (
+                f"without a prefix of {plan.adapter.num_prefix_tokens}, they are no square patches"
+            )
+            fix = "unless an Adapter says in_rows=False"
+            raise ValueError(f"{tokens}: {found} of {height} x {width} pixels, {fix}")
+        return grid
+
+    def _mix(self, plan: Plan, block_input: BlockInput) -> BlockInput:
+        """Mixes tokens and targets by Algorithm 1 at a layer of HTM; returns the mixed input."""
         htm = plan.htm
         assert htm is not None
-        x = entry.flat_tokens
+        x = block_input.flat_tokens
         scorenet = cast(ScoreNet, self.scorenets[str(plan.index)])
         width = scorenet.head.in_features
         if x.shape[2] != width:
@@ -125,9 +121,9 @@ class Pass:
             raise ValueError(f"{plan.name} gets tokens of width {x.shape[2]}, {must}")
         score_logits = scorenet(x, plan.adapter.num_prefix_tokens)
         nats = difficulty(score_logits, self.targets, htm.difficulty)
-        saliency = plan.detect(entry)
+        saliency = plan.detect(block_input)
         found = list(saliency.shape)
-        expected = [len(self.targets), entry.num_spatial_tokens]
+        expected = [len(self.targets), block_input.num_spatial_tokens]
         if found != expected:
             must = f"must be samples x spatial tokens, {expected}"
             raise ValueError(f"{plan.name}: its saliency is {found}, {must}")
@@ -139,19 +135,13 @@ class Pass:
             tau=cast(float, htm.tau),
             rho=htm.rho_for(saliency.shape[1]),
             rules=self.rules,
-            grid=entry.grid,
+            grid=block_input.grid,
         )
         self.layers.append(mix._replace(layer=plan.index, score_logits=score_logits))
-        vtm_saliency = None
-        if plan.is_source:  # VTM's is always by attention
-            vtm_saliency = saliency if plan.detect is by_attention else by_attention(entry)
-        if htm.order == "published":  # VTM goes on choosing by the saliency before mixing
+        if htm.order == "published":
             mix = in_published_order(mix)
-        elif vtm_saliency is not None:
-            # tokens take their saliency along; the map of the mix is not read for it
-            vtm_saliency = torch.where(mix.mask, vtm_saliency[mix.donor], vtm_saliency)
         self.targets = mix.targets
-        return entry.with_tokens(mix.tokens), vtm_saliency
+        return block_input.with_tokens(mix.tokens)
 
     def output(self, logits: Any, score_loss_weight: float) -> Output:
         """Returns the output of the pass.
@@ -170,5 +160,5 @@ class Pass:
 
 
 def run_in_pass(passes: list[Pass], plan: Plan, /, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for the `forward` of a block; `passes` holds the pass while it runs."""
+    """Runs in the place of the `forward` of a block; `passes` holds the pass while it runs."""
     return passes[0].run_block(plan, args, kwargs)

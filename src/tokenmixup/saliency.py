@@ -83,32 +83,39 @@ def gradient_saliency(
 
 
 def square_grid(num_tokens: int, height: int, width: int) -> tuple[int, int] | None:
-    """Returns rows and columns of square patches over an image, None if they do not cover it."""
+    """Returns rows and columns of square patches over an image, None if they do not cover it.
+
+    Patches that end beyond the image, or before its end, are less than one in each direction.
+    """
     rows = max(1, round((num_tokens * height / width) ** 0.5))
-    if num_tokens % rows:
-        return None
-    return (rows, num_tokens // rows)
+    columns = num_tokens // rows
+    is_square = abs(rows * width - columns * height) < max(height, width)
+    if rows * columns == num_tokens and is_square:
+        return (rows, columns)
+    return None
 
 
-def by_attention(entry: BlockInput, class_token: bool | None = None) -> Tensor:
+def by_attention(block_input: BlockInput, class_token: bool | None = None) -> Tensor:
     """Saliency by the block's own attention map (Eq. 3); the block is run as far as that.
 
     `class_token`: True takes the class token's row of the map, False the mean over all rows, None
     the row if the head reads the class token.
     """
     # Gradients are recorded as in training, since a block may ask for them; the map has none.
-    _, watching = run_watched(entry, ends=True)
-    return saliency_of_map(watching.map(), entry, class_token)
+    _, watching = run_watched(block_input, ends=True)
+    return saliency_of_map(watching.map(), block_input, class_token)
 
 
 @torch.no_grad()
 def saliency_of_map(
-    seen: AttentionMap, entry: BlockInput, class_token: bool | None = None
+    seen: AttentionMap, block_input: BlockInput, class_token: bool | None = None
 ) -> Tensor:
     """Returns the saliency that the block's own map gives its tokens, `b t`."""
-    adapter = entry.adapter
+    adapter = block_input.adapter
     if adapter.geometry is not None:
-        saliency = adapter.geometry(entry.block, seen, *entry.args, **entry.kwargs)
+        saliency = adapter.geometry(
+            block_input.block, seen, *block_input.args, **block_input.kwargs
+        )
         return saliency / saliency.sum(dim=1, keepdim=True)
     if class_token is None:
         class_token = adapter.reads_class_token
@@ -121,15 +128,17 @@ def saliency_of_map(
 by_mean_attention = partial(by_attention, class_token=False)
 
 
-def by_gradient(entry: BlockInput) -> Tensor:
+def by_gradient(block_input: BlockInput) -> Tensor:
     """Saliency by the gradient of the loss with respect to the image."""
-    if entry.input_gradient is None:  # which is computed before the forward pass
+    if block_input.input_gradient is None:  # which is computed before the forward pass
         raise ValueError("htm.detector: one that calls by_gradient must say takes_gradient = True")
-    if entry.grid is None:
+    if block_input.grid is None:
         raise ValueError(
             "htm.detector=gradient: the tokens are no grid of square patches, row by row"
         )
-    return gradient_saliency(entry.input_gradient, entry.num_spatial_tokens, entry.grid)
+    return gradient_saliency(
+        block_input.input_gradient, block_input.num_spatial_tokens, block_input.grid
+    )
 
 
 setattr(by_gradient, "takes_gradient", True)
@@ -137,18 +146,18 @@ setattr(by_gradient, "capturable", False)
 
 
 @torch.no_grad()
-def by_rollout(steps: int, entry: BlockInput) -> Tensor:
+def by_rollout(steps: int, block_input: BlockInput) -> Tensor:
     """Saliency by attention rollout over `steps` further blocks, without dropout."""
-    plan = entry.plan
+    plan = block_input.plan
     adapter = plan.adapter
     maps = []
     for step in range(steps + 1):
         of_step = replace(plan, name=f"{plan.name} + {step}", blocks=plan.blocks[step:])
-        entry = replace(entry, plan=of_step)
-        with evaluating(entry.block):
-            out, watching = run_watched(entry)
+        block_input = replace(block_input, plan=of_step)
+        with evaluating(block_input.block):
+            out, watching = run_watched(block_input)
         maps.append(watching.map().probabilities())
-        entry = entry.with_tokens(out if isinstance(out, Tensor) else out[0])
+        block_input = block_input.with_tokens(out if isinstance(out, Tensor) else out[0])
     return rollout_saliency(maps, adapter.num_prefix_tokens, adapter.reads_class_token)
 
 

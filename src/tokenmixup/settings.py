@@ -5,7 +5,7 @@ Importable without torch. An invalid value raises ValueError with key, value and
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast, get_args
 
@@ -37,98 +37,70 @@ RULES: dict[str, dict[str, str]] = {
 }
 
 
-PER_LAYER = ("layer", "tau", "rho", "kappa")  # options of one value, or a list for several layers
+class Range(NamedTuple):
+    """The values of an option that is a number: from `least` to `most`, or one of `others`."""
 
+    least: float
+    most: float = LARGEST
+    kind: type = Real
+    others: tuple[Any, ...] = ()
+    is_list: bool = False  # whether it may be several: one for each layer
 
-class Option(NamedTuple):
-    """The values of an option."""
+    def checked(self, value: Any) -> Any:
+        """Returns numbers of Python. Raises ValueError for another value, such as a bool."""
+        if self.is_list and isinstance(value, Sequence) and not isinstance(value, str):
+            one = self._replace(is_list=False)
+            return [one.checked(x) for x in value]
+        if isinstance(value, str | float) and value in self.others:
+            return value
+        is_number = isinstance(value, self.kind) and not isinstance(value, bool)
+        if not is_number or not self.least <= value <= self.most:
+            raise ValueError(f"must be {self.allowed}")
+        if self.kind is Integral:
+            return int(value)
+        return float(value)
 
-    allowed: str
-    is_allowed: Callable[[Any], bool]
-    convert: Callable[[Any], Any] = lambda x: x  # a valid value
-    choices: Sequence[Any] = ()  # if it has names
-
-
-def _option(
-    allowed: str,
-    is_allowed: Callable[[Any], bool],
-    convert: Callable[[Any], Any],
-    default: Any = MISSING,
-) -> Any:
-    """Declares an option with a range. An option without one has the choices of its type."""
-    return field(default=default, metadata={"option": Option(allowed, is_allowed, convert)})
-
-
-def _blocks(least: int) -> Any:
-    """Declares an option that is the index of a block, or several."""
-    allowed = f"an integer >= {least}, or several in rising order"
-    return _option(allowed, _within(least, kind=Integral), int)
-
-
-def _threshold(allowed: str, most: float) -> Any:
-    """Declares an option that is a number from 0 on, infinite, or chosen by a rule."""
-    is_number = _within(0, most)
-    return _option(
-        f"auto, {allowed} or inf, or one for each layer",
-        lambda x: x in (AUTO, math.inf) or is_number(x),
-        lambda x: x if x == AUTO else float(x),
-        AUTO,
-    )
-
-
-def _within(low: float, high: float = math.inf, kind: Any = Real) -> Callable[[Any], bool]:
-    """Tests for a number of Python or numpy; a bool is refused, though it is an int."""
-    return lambda x: isinstance(x, kind) and not isinstance(x, bool) and bool(low <= x <= high)
-
-
-def _is_list(x: Any) -> bool:
-    return isinstance(x, Sequence) and not isinstance(x, str)
-
-
-def _are_blocks(x: Any) -> bool:
-    """Whether it is a list of different indices."""
-    return _is_list(x) and all(map(_within(0, kind=Integral), x)) and 0 < len(set(x)) == len(x)
-
-
-def allowed_of(settings: Any) -> dict[str, Option]:
-    """Returns the options of HTM, VTM or ManifoldMixup by name."""
-    found = {}
-    for x in fields(settings):
-        if x.name in RULES:
-            found[x.name] = settings.rule(x.name)
-        else:
-            found[x.name] = x.metadata.get("option") or _one_of(get_args(x.type) or (True, False))
-    return found
-
-
-def _one_of(choices: Sequence[Any]) -> Option:
-    """Returns the option whose values are some words, or the two of bool; 1 is none of these."""
-    words = ", ".join(str(choice).lower() for choice in choices)
-    kinds = (str, bool)
-    return Option(f"one of {words}", lambda x: type(x) in kinds and x in choices, choices=choices)
+    @property
+    def allowed(self) -> str:
+        name = "an integer" if self.kind is Integral else "a number"
+        range_ = f">= {self.least}"
+        if self.most < LARGEST:
+            range_ = f"from {self.least} to {self.most}"
+        return " or ".join([f"{name} {range_}", *map(str, self.others)])
 
 
 class _Settings:
     """Checks each option by itself."""
 
     key: ClassVar[str]
-
-    @classmethod
-    def rule(cls, name: str) -> Option:
-        """Returns the option that chooses a rule."""
-        names = [*RULES[name]]
-        allowed = f"one of {', '.join(names)}, or a function"
-        return Option(allowed, lambda x: x in names or callable(x), choices=names)
+    ranges: ClassVar[dict[str, Range]]  # of the options that are numbers
 
     def __post_init__(self) -> None:
-        for name, option in allowed_of(type(self)).items():
-            given = getattr(self, name)
-            values = list(given) if name in PER_LAYER and _is_list(given) else [given]
-            if not values or not all(map(option.is_allowed, values)):
-                raise ValueError(f"{self.key}.{name}={given!r}: must be {option.allowed}")
-            checked = [option.convert(value) for value in values]
-            # a list of one value becomes that value; the dataclass is frozen
-            object.__setattr__(self, name, checked if len(checked) > 1 else checked[0])
+        for name, value in vars(self).items():
+            try:
+                checked = self.checked(name, value)
+            except ValueError as error:
+                raise ValueError(f"{self.key}.{name}={value!r}: {error}") from None
+            object.__setattr__(self, name, checked)  # the dataclass is frozen
+
+    def checked(self, name: str, value: Any) -> Any:
+        """Returns the value of an option. Raises ValueError that says what is allowed."""
+        if name in self.ranges:
+            return self.ranges[name].checked(value)
+        if name in RULES and callable(value):
+            return value
+        choices = choices_of(type(self), name)
+        if type(value) not in (str, bool) or value not in choices:
+            raise ValueError(f"must be one of {', '.join(map(str, choices))}")
+        return value
+
+
+def choices_of(settings: type, name: str) -> list[Any]:
+    """Returns the values of an option that is a rule, a word or true or false."""
+    if name in RULES:
+        return list(RULES[name])
+    (kind,) = (option.type for option in fields(settings) if option.name == name)
+    return list(get_args(kind)) or [False, True]
 
 
 class _Layered(_Settings):
@@ -138,12 +110,14 @@ class _Layered(_Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.layers != sorted(set(self.layers)):
+        if not self.layers or self.layers != sorted(set(self.layers)):
             raise ValueError(f"{self.key}.layer={self.layer}: must be in rising order")
-        for name, value in self._lists.items():
-            if len(value) != len(self.layers):
+        for name, values in self._lists.items():
+            if len(values) != len(self.layers):
                 needed = f"must be one number, or one for each of {self.key}.layer={self.layer}"
-                raise ValueError(f"{self.key}.{name}={value}: {needed}")
+                raise ValueError(f"{self.key}.{name}={values}: {needed}")
+            if len(values) == 1:
+                object.__setattr__(self, name, values[0])
 
     @property
     def _lists(self) -> dict[str, Any]:
@@ -174,7 +148,7 @@ def built(kind: type[Kind], given: Any) -> Kind | None:
         return given
     if not isinstance(given, Mapping):
         raise ValueError(f"{kind.key}={given!r}: must be a mapping of settings, or {kind.__name__}")
-    names = list(allowed_of(kind))
+    names = [option.name for option in fields(cast(Any, kind))]
     for name, value in given.items():
         if name not in names:
             has = f"unknown key; it has {', '.join(names)}"
@@ -209,15 +183,22 @@ class HTM(_Layered):
     """
 
     key = "htm"
+    ranges: ClassVar = {
+        "layer": Range(0, kind=Integral, is_list=True),
+        "tau": Range(0, others=(AUTO, math.inf), is_list=True),
+        "rho": Range(0, 1, others=(AUTO, math.inf), is_list=True),
+        "score_loss_weight": Range(0),
+        "rollout_steps": Range(0, kind=Integral),
+    }
 
-    layer: int | Sequence[int] = _blocks(0)
-    tau: float | str | Sequence[float | str] = _threshold("a number >= 0", LARGEST)
-    rho: float | str | Sequence[float | str] = _threshold("0 <= number <= 1", 1)
-    score_loss_weight: float = _option("a number >= 0", _within(0, LARGEST), float, default=0.001)
+    layer: int | Sequence[int]
+    tau: float | str | Sequence[float | str] = AUTO
+    rho: float | str | Sequence[float | str] = AUTO
+    score_loss_weight: float = 0.001
     pooling: Literal["auto", "attention", "average", "class_token"] = "auto"
     stop_gradient: bool = False
     detector: str | Callable[[Any], Any] = "attention"
-    rollout_steps: int = _option("an integer >= 0", _within(0, kind=Integral), int, default=0)
+    rollout_steps: int = 0
     matching: str | Callable[[Any], Any] = "optimal"
     mask_rule: str | Callable[[Any], Any] = "paper"
     labels: str | Callable[[Any], Any] = "saliency"
@@ -270,11 +251,13 @@ class VTM(_Layered):
     """
 
     key = "vtm"
+    ranges: ClassVar = {
+        "layer": Range(1, kind=Integral, is_list=True),
+        "kappa": Range(1, kind=Integral, is_list=True),
+    }
 
-    layer: int | Sequence[int] = _blocks(1)
-    kappa: int | Sequence[int] = _option(
-        "an integer >= 1, or one for each layer", _within(1, kind=Integral), int, default=3
-    )
+    layer: int | Sequence[int]
+    kappa: int | Sequence[int] = 3
     stop_gradient: bool = False
     class_token_offset: Literal["paper", "published"] = "paper"
 
@@ -288,10 +271,16 @@ class ManifoldMixup(_Settings):
     """
 
     key = "manifold_mixup"
+    ranges: ClassVar = {
+        "alpha": Range(LEAST_ALPHA),
+        "layers": Range(0, kind=Integral, is_list=True),
+    }
 
-    alpha: float = _option(
-        f"a number >= {LEAST_ALPHA}", _within(LEAST_ALPHA, LARGEST), float, default=2.0
-    )
-    layers: Sequence[int] = _option(
-        "different integers >= 0", _are_blocks, lambda x: [*map(int, x)], default=(0, 1, 2)
-    )
+    alpha: float = 2.0
+    layers: Sequence[int] = (0, 1, 2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers = self.layers
+        if not isinstance(layers, list) or not 0 < len(set(layers)) == len(layers):
+            raise ValueError(f"{self.key}.layers={layers}: must be a list of different integers")

@@ -27,7 +27,6 @@ from tokenmixup import (
     Rules,
     ScoreNet,
     attach,
-    attention,
     difficulty,
     gain_matrix,
     gradient_saliency,
@@ -36,7 +35,6 @@ from tokenmixup import (
     rollout_saliency,
     salient_indices,
 )
-from tokenmixup.attention import AttentionMap
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 INF = float("inf")
@@ -622,27 +620,3 @@ def test_manifold_mixups_share_follows_the_beta_distribution(alpha: float):
     assert float(kept.mean()) == pytest.approx(0.5, abs=0.06)
     variance = 1 / (4 * (2 * alpha + 1))
     assert float(kept.var()) == pytest.approx(variance, rel=0.2)
-
-
-@pytest.mark.parametrize("mask", ["none", "shared", "by head"])
-@pytest.mark.parametrize("heads_of_keys", [4, 2, 1])
-def test_a_large_map_is_formed_head_by_head(
-    monkeypatch: pytest.MonkeyPatch, mask: str, heads_of_keys: int
-):
-    q = normal(3, 4, 7, 8, seed=0)
-    k = normal(3, heads_of_keys, 9, 8, seed=1)
-    masks = {"none": None, "shared": normal(7, 9, seed=2), "by head": normal(1, 4, 7, 9, seed=3)}
-    seen = AttentionMap(q, k, masks[mask], scale=0.5)
-    whole = seen.received()
-    monkeypatch.setattr(attention, "WHOLE", 0)
-    sizes = []
-    probabilities = AttentionMap.probabilities
-
-    def noted(self: AttentionMap, queries: int | None = None) -> Tensor:
-        found = probabilities(self, queries)
-        sizes.append(found.shape[1])
-        return found
-
-    monkeypatch.setattr(AttentionMap, "probabilities", noted)
-    assert_close(seen.received(), whole)
-    assert sizes == [1] * 4

@@ -284,7 +284,7 @@ def test_the_model_is_untouched_after_a_pass_and_after_failed_ones(images, targe
     expected = module.eval()(images)
     broken = images.clone()
     broken[2] = float("nan")
-    with refused(r"images\[2\]: not finite", FloatingPointError):
+    with refused("not finite", FloatingPointError):
         module.train()(broken, targets)
     assert_nothing_is_left(module)
 
@@ -427,8 +427,6 @@ def test_other_mistakes_are_told_in_one_line(images, targets):
     for wrong in ({"patches": images}, images[:, 0]):
         with refused("images"):
             module(wrong, targets)
-    with refused("DistributedDataParallel"):
-        module._replicate_for_data_parallel()(images, targets)
     with refused("Output", TypeError):
         training_loss(module.eval()(images))
 
@@ -445,13 +443,6 @@ def test_logits_of_another_number_of_classes_are_refused(images):
 # What is changed after `attach`
 
 
-def test_a_detector_put_in_later_is_checked_like_a_configured_one(images, targets):
-    module = attached(htm={"layer": [1, 2], **ALL})
-    module.detect = by_gradient
-    with refused(r"htm.layer=\[1, 2\]: must be one layer with detector=gradient"):
-        module(images, targets)
-
-
 def test_a_detector_that_does_not_say_that_it_needs_the_gradient_is_told_how(images, targets):
     def detector(entry: Any) -> Tensor:
         return by_gradient(entry)
@@ -460,15 +451,6 @@ def test_a_detector_that_does_not_say_that_it_needs_the_gradient_is_told_how(ima
         attached(htm={"layer": 1, "detector": detector})(images, targets)
     setattr(detector, "takes_gradient", True)
     assert attached(htm={"layer": 1, "detector": detector, **ALL})(images, targets).mask.any()
-
-
-def test_gradient_checkpointing_may_be_chosen_later(images, targets):
-    module = attached(htm={"layer": 1, **ALL})
-    runs = runs_of([module.model.blocks[3].norm1])
-    for checkpoint_blocks, expected in ((False, 2), (True, 5)):  # one of each is in evaluation
-        module.checkpoint_blocks = checkpoint_blocks
-        training_loss(module(images, targets)).backward()
-        assert runs == [expected]
 
 
 def test_pairs_are_found_in_inference_mode_too(images, targets):

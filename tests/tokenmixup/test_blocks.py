@@ -177,6 +177,15 @@ def test_the_check_runs_once_and_leaves_nothing():
     assert_close(module.state_dict(), before, rtol=0, atol=0)
 
 
+def test_a_batch_that_is_not_finite_is_no_check():
+    """The next one is checked in its place."""
+    images, targets = BATCH
+    module = attached(CASES["tokens: MeanSubtracted"].build, vtm=VTM)
+    module(torch.full_like(images, torch.nan), targets)
+    with refused("block 2 .*beside them"):
+        module(images, targets)
+
+
 def test_the_check_takes_no_notice_of_the_default_device():
     module = attached(Block, htm=HTM, vtm={"layer": 1})
     with torch.device("meta"):

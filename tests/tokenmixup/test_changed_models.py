@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-import torchvision
 import transformers
 from timm.layers import Attention
 from timm.models.vision_transformer import Block
@@ -68,13 +67,6 @@ def block_inserted(model: Any, patch: Patch) -> None:
 @row()
 def blocks_removed_and_reordered(model: Any, patch: Patch) -> None:
     model.blocks = nn.Sequential(*reversed(model.blocks[1:]))
-
-
-@row()
-def model_of_other_names(model: Any, patch: Patch) -> Any:
-    torch.manual_seed(0)
-    sizes = (32, 8, 4, 3, 24, 48)
-    return randomized(torchvision.models.VisionTransformer(*sizes, num_classes=CLASSES))
 
 
 @row()

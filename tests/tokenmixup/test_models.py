@@ -285,7 +285,7 @@ def test_vtm_is_the_block_on_its_own_tokens_and_the_memory(name: str):
 
 def test_a_class_token_in_the_memory_has_no_position():
     """The published indices, of patches, begin at the class token."""
-    indices = assert_is_by_hand("eva02", "published")
+    indices = assert_is_by_hand("eva02 of clip", "published")
     assert (indices == 0).any(), "choose another kind"
 
 

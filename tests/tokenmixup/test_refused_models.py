@@ -178,7 +178,7 @@ def too_few_blocks(model: Any) -> None:
     model.blocks = model.blocks[:2]
 
 
-@row("vtm.layer|no block|attention")
+@row("vtm.layer|no attribute 'blocks'")
 def model_with_stages_instead(model: Any) -> Any:
     return build_kind("swin")[0]
 
@@ -216,6 +216,25 @@ def patches_dropped_in_training(model: Any) -> None:
 @row("block 1 .*gets 9 tokens", settings={"htm": {"layer": 1}})
 def patches_dropped_before_htm_alone(model: Any) -> None:
     model.patch_drop = PatchDropout(0.5)
+
+
+@row("block 1 .*gets 20 tokens")
+def prompts_behind_the_patches(model: Any) -> None:
+    prompts = torch.zeros(4, 3, 24)
+    model.norm_pre.register_forward_hook(lambda *args: torch.cat([args[-1], prompts], dim=1))
+
+
+@row("block 1 .*gets 13 tokens", settings={"htm": {"layer": 1}})
+def tokens_pruned(model: Any) -> None:
+    model.norm_pre.register_forward_hook(lambda *args: args[-1][:, :13])
+
+
+@row(
+    "block 1 .*gets 17 tokens: without a prefix of 0, they are no square patches",
+    adapter=Adapter(blocks="blocks", embed_dim="embed_dim"),
+)
+def prefix_that_nobody_says(model: Any) -> None:
+    pass
 
 
 STAGES: dict[str, Any] = {"settings": {"htm": {"layer": 1}}, "pixels": 64}
@@ -305,6 +324,11 @@ def with_a_batch_norm() -> Any:
             "rollout_steps: must be 0",
             lambda: build_kind("rope of each block")[0],
             {"htm": {"layer": 1, "rollout_steps": 1}},
+        ),
+        (
+            "vtm.class_token_offset=published: must be paper",
+            lambda: build_kind("siglip")[0],
+            {"vtm": {"layer": 1, "class_token_offset": "published"}},
         ),
         ("htm.layer", lambda: build_kind("swin")[0], {"htm": {"layer": [1, 2]}}),
         ("htm.layer=8", lambda: build_kind("swin")[0], {"htm": {"layer": 8}}),
