@@ -1,26 +1,30 @@
-"""Hydra's plugins of this project: two sweepers, whose runs any launcher trains.
+"""Hydra's plugins of this project: two sweepers, whose runs any launcher trains, and a launcher.
 
-Hydra finds them here, and executes this file for it: nothing else imports it.
+Hydra finds them here, and executes this file for it: nothing else imports it. Hydra's own launcher
+and sweeper, which they extend, have no public name, nor has what a job that failed has raised.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import OmegaConf
 
-from reproduction.compose import Point, command_of
+from reproduction.compose import Point, command_of, planned_point
 from reproduction.config import Command, StudyWords, validated
-from reproduction.errors import OneLineError, PlainError, first_line, say
-from reproduction.jobs import in_processes
+from reproduction.errors import OneLineError, PlainError, UserError, first_line, say
+from reproduction.jobs import in_processes, objective
 from reproduction.sweep import Sweep
 
 
 class PointSweeper(BasicSweeper):
     """Every value by every other, as Hydra's own sweeper; ends with a table.
 
-    All points are checked before the first one starts, or listed.
+    All runs are checked before the first one starts, or listed.
     """
 
     def __init__(self, params: dict[str, str] | None = None):
@@ -28,27 +32,34 @@ class PointSweeper(BasicSweeper):
 
     def sweep(self, arguments: list[str]) -> Any:
         assert self.config is not None
-        HydraConfig.instance().set_config(self.config)  # of which points are composed
+        running: Any = HydraConfig.instance()
+        running.cfg = self.config  # of which runs are composed
+        directory = Path(self.config.hydra.sweep.dir)  # first: a time in it is that of all runs
         command = command_of(self.config)
+        is_here = isinstance(self.launcher, ProcessLauncher)
+        if command.jobs is not None and not is_here:
+            raise UserError(f"jobs={command.jobs}: needs hydra/launcher=processes")
         sweep = self.sweep_of(arguments)
         if command.dry_run:
             say(sweep.listing())
             return
         sweep = sweep.only(command.task)
-        sweep.check()
+        sweep.check(is_here)
+        directory.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(self.config, directory / "multirun.yaml")
         try:
-            errors = [*filter(None, self.errors_of(sweep.points, command))]
+            ends = self.ends_of(sweep.points, command)
         except KeyboardInterrupt as interrupt:
-            errors = [sweep.interrupted_by(interrupt)]
-        sweep.conclude(errors)
+            sweep.conclude([sweep.interrupted_by(interrupt)])
+            return
+        sweep.in_folders(map(folder_of, ends)).conclude([*filter(None, map(error_of, ends))])
 
-    def errors_of(self, points: Sequence[Point], command: Command) -> list[OneLineError | None]:
-        """Trains points by `jobs` processes, or by the launcher; returns the error of each."""
-        assert self.launcher is not None  # of a sweep
+    def ends_of(self, points: Sequence[Point], command: Command) -> Sequence[JobReturn]:
+        """Trains runs, and returns how each has ended."""
+        assert self.launcher is not None
         if command.jobs is not None:
-            return [*in_processes(points, command.jobs)]
-        words = [point.words for point in points]
-        return [*map(error_of, self.launcher.launch(words, command.task or 0))]
+            return [*ends_of_processes(points, command.jobs, command.objective)]
+        return self.launcher.launch([point.words for point in points], command.task or 0)
 
     def sweep_of(self, arguments: list[str]) -> Sweep:
         return Sweep.over_keys([*self._parse_config(), *arguments])
@@ -63,6 +74,38 @@ class StudySweeper(PointSweeper):
 
     def sweep_of(self, arguments: list[str]) -> Sweep:
         return Sweep.of_study(validated(StudyWords, self.words), arguments)
+
+
+class ProcessLauncher(BasicLauncher):
+    """Hydra's own launcher, but jobs=N trains that many at a time, each in a process."""
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Any:
+        assert self.config is not None
+        command = command_of(self.config)
+        if command.jobs is None:
+            return super().launch(job_overrides, initial_job_idx)
+        running: Any = HydraConfig.instance()
+        running.cfg = self.config
+        points = [
+            planned_point(overrides).placed(number)
+            for number, overrides in enumerate(job_overrides, initial_job_idx)
+        ]
+        return [*ends_of_processes(points, command.jobs, command.objective)]
+
+
+def ends_of_processes(points: Sequence[Point], jobs: int, chosen_by: str) -> Iterator[JobReturn]:
+    """Trains `jobs` runs at a time, and yields how each has ended."""
+    for point, error in zip(points, in_processes(points, jobs), strict=True):
+        end = JobReturn(overrides=point.words, status=JobStatus.FAILED, _return_value=error)
+        if error is None:
+            end.status = JobStatus.COMPLETED
+            end.return_value = objective(point, chosen_by)
+        yield end
+
+
+def folder_of(end: JobReturn) -> str | None:
+    """Returns the directory in which a job has run; None of one in a process of ours."""
+    return None if end.hydra_cfg is None else end.hydra_cfg.hydra.runtime.output_dir
 
 
 def error_of(end: JobReturn) -> OneLineError | None:

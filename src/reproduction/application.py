@@ -1,55 +1,82 @@
-"""train.py as an application of Hydra: its words, and its task, which trains one run."""
+"""train.py as an application of Hydra: the check before a run, and the task that trains it."""
 
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, read_write
 
-from reproduction.compose import command_of, point_of, typed_words
+from reproduction.compose import Point, command_of, config_of, point_of, task_overrides
+from reproduction.config import Command
 from reproduction.errors import Stopped, UserError, one_line_errors, say
 from reproduction.help import hydra_errors
 from reproduction.jobs import objective, train_here
-from reproduction.machine import launched_ranks
-from reproduction.sweep import Sweep
+from reproduction.machine import is_first_rank
+from reproduction.sweep import Sweep, check_here
 
 
 @contextmanager
 def application() -> Iterator[None]:
     """Around Hydra's main: tells its errors in one line."""
-    with one_line_errors():
-        if {"-m", "--multirun"} & {*sys.argv} and launched_ranks() is not None:
-            raise UserError("-m: start a sweep as train.py -m devices=N, without torchrun")
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors
-        with hydra_errors(*sys.argv[1:]):
-            yield
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors
+    with one_line_errors(), hydra_errors(*sys.argv[1:]):
+        yield
+
+
+class Check(Callback):
+    """Checks a run before Hydra makes its folder, or lists it."""
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        with one_line_errors():  # ends the program: Hydra would go on after an error
+            command = command_of_one_run(config)
+            sweep = Sweep([point_of(config).placed()])
+            if command.dry_run:
+                say(sweep.listing())
+                sys.exit()
+            sweep.check(is_here=True)
+            if not is_first_rank():
+                with read_write(config):
+                    config.hydra.output_subdir = None  # the first rank writes it
+
+
+def command_of_one_run(tree: DictConfig) -> Command:
+    """Returns the other keys of a run's tree; UserError for what a sweep alone has."""
+    command = command_of(tree)
+    for name, value in (("jobs", command.jobs), ("task", command.task)):
+        if value is not None:
+            raise UserError(f"{name}={value}: needs -m, and a sweeper and launcher that have it")
+    return command
 
 
 def train(tree: DictConfig) -> float | None:
     """Trains the run of a tree, alone or as a job of any launcher; what a sweeper chooses by."""
-    node: Any = HydraConfig.get()
-    if node.mode == RunMode.MULTIRUN:
-        return train_job(tree, node)
-    with one_line_errors():  # Hydra would print "Error executing job with overrides" first
-        command = command_of(tree)
-        for name, value in (("jobs", command.jobs), ("task", command.task)):
-            if value is not None:
-                raise UserError(f"{name}={value}: needs -m")
-        if command.dry_run:
-            say(Sweep([point_of(tree, typed_words(node))]).listing())
-            return None
-        return train_job(tree, node)
+    if HydraConfig.get().mode == RunMode.RUN:
+        with one_line_errors():  # Hydra would print "Error executing job with overrides" first
+            return train_point(tree, point_here(tree))
+    command = command_of_one_run(tree)
+    if command.dry_run:
+        raise UserError("dry_run=true: needs hydra/sweeper=points or study")
+    point = point_here(tree)
+    check_here([point])
+    return train_point(tree, point)
 
 
-def train_job(tree: DictConfig, node: Any) -> float | None:
-    """Checks and trains a run."""
-    point = point_of(tree, typed_words(node))
-    Sweep([point]).check()
+def point_here(tree: DictConfig) -> Point:
+    """Returns the run of the job that Hydra has begun, in its output directory."""
+    overrides = task_overrides(HydraConfig.get())
+    point = Point(tuple(overrides), config_of(tree, overrides), str(tree.row or ""))
+    return point.at(Path(HydraConfig.get().runtime.output_dir))
+
+
+def train_point(tree: DictConfig, point: Point) -> float | None:
+    """Trains a run, and tells a launcher of the signal that has ended it."""
     try:
         train_here(point)
     except KeyboardInterrupt as interrupt:

@@ -1,32 +1,29 @@
-"""Words become the configuration of a run: read by Hydra, composed by it, checked by the schema.
-
-A word is one override as typed, such as key=value. It means what was typed: with -m as without,
-and in a study as on a command line.
-"""
+"""Overrides become the configuration of a run: composed by Hydra, checked by the schema."""
 
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString, Sweep
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from reproduction.config import (
     CONF_DIR,
     LONGEST_NAME,
     Command,
     Config,
+    FolderName,
     validated,
 )
 from reproduction.door import Role
@@ -38,8 +35,8 @@ from reproduction.identity import changes_result, own_code, run_hash
 from reproduction.machine import launched_ranks
 
 PRIMARY = "train"  # configuration, of conf/
-OF_A_POINT = re.compile(r"seed=\d+|row='[^$]*'")  # words that change nothing but their key
-# keys that default_name does not write as key=value: its head or its -s<seed> says them
+OF_A_POINT = re.compile(r'seed=\d+|row="[^$]*"')  # overrides that change nothing but their key
+# keys that run_name does not write as key=value: its head or its -s<seed> says them
 IN_THE_NAME = ("seed", "model", "dataset", "augmentation", "experiment")
 OF_THE_COMMAND = Command.__annotations__.keys() - {"row"}  # which a point says nothing of
 FLAGS = {"main": "--config-path", "command-line": "--config-dir"}  # of Hydra, by its providers
@@ -82,7 +79,7 @@ def word_of(typed: str) -> Word:
 
 
 def in_quotes(text: str) -> str:
-    return QuotedString(text, Quote.single).with_quotes()
+    return QuotedString(text, Quote.double).with_quotes()
 
 
 def with_words(tree: Any, words: Sequence[str]) -> Any:
@@ -106,14 +103,22 @@ def last_part(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def expand(words: Sequence[str]) -> list[list[str]]:
-    """Returns the words of each point of a sweep: every value by every other, last word fastest."""
-    with config_loader() as loader, hydra_errors(*words):
-        read = OverridesParser.create(loader).parse_overrides([*words])
-        (points,) = BasicSweeper.split_arguments(read, max_batch_size=None)
-    if not points:
-        raise UserError(f"{' '.join(words)}: names no value, so there is no run")
-    return points
+def expand(overrides: Sequence[str]) -> list[list[str]]:
+    """Returns the overrides of each run of a sweep: every value by every other, the last fastest.
+
+    As in Hydra's own sweeper, a later override of a key replaces an earlier one.
+    """
+    choices = {}
+    with config_loader() as loader, hydra_errors(*overrides):
+        for override in OverridesParser.create(loader).parse_overrides([*overrides]):
+            key = override.get_key_element()
+            choices[key] = [str(override.input_line)]
+            if override.is_sweep_override():
+                choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+    runs = [list(run) for run in product(*choices.values())]
+    if not runs:
+        raise UserError(f"{' '.join(overrides)}: names no value, so there is no run")
+    return runs
 
 
 # --- composition --------------------------------------------------------------------------------
@@ -137,50 +142,79 @@ def config_loader() -> Iterator[ConfigLoader]:
         yield GlobalHydra.instance().config_loader()
 
 
-def typed_words(node: Any, part: str = "task") -> list[str]:
-    """Returns the words of a command for the `task` or for `hydra`, as Hydra holds them."""
-    words: Any = OmegaConf.to_container(node.overrides[part], resolve=False)  # keeps ${...}
-    return [*words]
+def overrides_of(node: Any, part: str = "task") -> list[str]:
+    """Returns the overrides of a command for the `task` or for `hydra`, as Hydra holds them."""
+    overrides: Any = OmegaConf.to_container(node.overrides[part], resolve=False)  # keeps ${...}
+    return [*overrides]
+
+
+def task_overrides(node: Any) -> list[str]:
+    """Returns the overrides of a run, without those that say how a command runs it."""
+    return [word for word in overrides_of(node) if word_of(word).key not in OF_THE_COMMAND]
 
 
 @lru_cache(maxsize=1024)
 def _composed(primary: str, words: tuple[str, ...]) -> DictConfig:
-    """Returns what Hydra makes of these words, without its own node; it is not to be changed."""
+    """Returns what Hydra makes of these overrides; it is not to be changed."""
     with config_loader() as loader:
-        tree = loader.load_configuration(primary, [*words], RunMode.RUN, from_shell=False)
-    with open_dict(tree):
-        del tree["hydra"]
-    return tree
+        return loader.load_configuration(primary, [*words], RunMode.RUN, from_shell=False)
 
 
 def tree_of(words: Sequence[str]) -> DictConfig:
-    """Returns the tree of these words, a copy; those that differ in seed and row share its work."""
+    """Returns the tree of these overrides, a copy; those that differ in the seed share its work."""
     primary, shared = PRIMARY, [word for word in words if not OF_A_POINT.fullmatch(word)]
     of_point = [word for word in words if OF_A_POINT.fullmatch(word)]
     with hydra_errors(*words):
         if GlobalHydra.instance().is_initialized():  # by train.py
             running: Any = HydraConfig.get()
             primary = running.job.config_name
-            shared = [*typed_words(running, "hydra"), *shared]
+            shared = [*overrides_of(running, "hydra"), *shared]
         merged: Any = OmegaConf.merge(_composed(primary, tuple(shared)), with_words({}, of_point))
+        with read_write(merged), open_dict(merged):
+            merged.hydra.overrides.task = [*words]
     return merged
 
 
+@contextmanager
+def as_job(tree: DictConfig) -> Iterator[Any]:
+    """Lets ${hydra:...} and ${now:...} be those of the job of this tree; yields Hydra's node."""
+    hydra_config: Any = HydraConfig.instance()
+    running = hydra_config.cfg
+    if running is not None:
+        OmegaConf.copy_cache(running, tree)
+    hydra_config.cfg = tree
+    try:
+        yield tree.hydra
+    finally:
+        hydra_config.cfg = running
+
+
 def compose(words: Sequence[str]) -> Config:
-    """Returns the configuration of these words; UserError for anything wrong with one of them."""
+    """Returns the configuration of these overrides; UserError for anything wrong with one."""
     return config_of(tree_of(words), words)
 
 
 def config_of(tree: DictConfig, words: Sequence[str] = ()) -> Config:
-    """Returns the configuration of a tree; UserError for what is not allowed, missing or unread."""
+    """Returns the configuration of a tree, with the ranks that torchrun has started.
+
+    UserError for what is not allowed, missing or unread.
+    """
     with hydra_errors(*words):
-        raw: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+        own = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
+        raw: Any = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
     stack = raw["augmentation"]
     chosen = stack.pop("chosen", {})  # from the files of the methods in the list
     for name in stack.keys() - chosen.keys() - {"off_epoch"}:
         reason = f"augmentation=[{','.join(chosen)}] does not name it"
         raise UserError(f"augmentation.{name}={stack[name]}: {reason}")
-    return validated(Config, {key: raw[key] for key in raw if key not in Command.__annotations__})
+    raw = {key: raw[key] for key in raw if key not in Command.__annotations__}
+    config = validated(Config, raw)
+    ranks = launched_ranks()
+    if ranks is None:
+        return config
+    if config.devices not in (1, ranks):  # 1 is the default
+        raise UserError(f"devices={config.devices}: torchrun has started {ranks} ranks")
+    return replace(config, devices=ranks)
 
 
 def command_of(tree: DictConfig) -> Command:
@@ -188,58 +222,71 @@ def command_of(tree: DictConfig) -> Command:
     return validated(Command, {key: tree[key] for key in Command.__annotations__})
 
 
-# --- points -------------------------------------------------------------------------------------
+# --- runs ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Point:
-    """A run to train: the words that train.py needs to train it under the same name, and more."""
+    """A run to train: the overrides with which train.py trains it, and its configuration."""
 
     words: tuple[str, ...]
-    config: Config  # with the name of its folder
-    label: str = ""  # STUDY/ROW, of the first of its rows; the word `row` has it
+    config: Config  # with the name of its folder, once it is placed
+    label: str = ""  # STUDY/ROW, of the first of its rows; the override `row` has it
+    tree: DictConfig | None = field(default=None, repr=False, compare=False)
 
     @property
     def folder(self) -> RunFolder:
         return RunFolder.of(self.config)
 
+    def placed(self, number: int = 0) -> "Point":
+        """Returns the run in the directory that Hydra will give to its job of this number."""
+        assert self.tree is not None
+        with read_write(self.tree), open_dict(self.tree):
+            self.tree.hydra.job.id, self.tree.hydra.job.num = str(number), number
+        with hydra_errors(*self.words), as_job(self.tree) as node:
+            if node.mode == RunMode.MULTIRUN:
+                return self.at(Path(node.sweep.dir, node.sweep.subdir))
+            return self.at(Path(node.run.dir))
+
+    def at(self, path: Path) -> "Point":
+        """Returns the run in a directory, which is named from here if it is below."""
+        if path.is_relative_to(Path.cwd()) and path != Path.cwd():
+            path = path.relative_to(Path.cwd())
+        name = validated(FolderName, path.name)
+        return replace(self, config=replace(self.config, name=name, output_root=str(path.parent)))
+
 
 def planned_point(words: Sequence[str], label: str = "") -> Point:
-    """Returns the run of these words; of a row if it has a label."""
+    """Returns the run of these overrides; of a row if it has a label."""
     words = [*words]
     if label:
         words.append(f"row={in_quotes(label)}")  # point_of reads it
-    return point_of(tree_of(words), words)
+    return point_of(tree_of(words))
 
 
-def point_of(tree: DictConfig, words: Sequence[str]) -> Point:
-    """Returns the run of a tree, named after its row, its experiment or its settings.
+def point_of(tree: DictConfig) -> Point:
+    """Returns the run of a tree that still has Hydra's node."""
+    words = task_overrides(tree.hydra)
+    with as_job(tree):
+        config = config_of(tree, words)
+    return Point(tuple(words), config, str(tree.row or ""), tree)
 
-    With resume=auto its name is that of the folder whose name ends with its hash, if there is one.
+
+def run_name(*, _root_: DictConfig) -> str:
+    """The resolver of a run's directory: its name, else `<row, experiment or model-dataset-stack>`
+    `[-key=value...]-s<seed>-<hash>`.
+
+    Without a row, the last part of each key is named, in plain characters, up to LONGEST_NAME. With
+    resume=auto it is the name of the folder that ends with its hash, if there is one.
     """
-    words = [word for word in words if word_of(word).key not in OF_THE_COMMAND]
-    config = config_of(tree, words)
-    label = str(tree.row or "")
-    ranks = launched_ranks()
-    if ranks is not None:
-        if config.devices not in (1, ranks):  # 1 is the default
-            raise UserError(f"devices={config.devices}: torchrun has started {ranks} ranks")
-        config = replace(config, devices=ranks)
+    words = task_overrides(_root_.hydra)
+    config, label = config_of(_root_, words), str(_root_.row or "")
+    if config.name is not None:
+        return config.name
     tail = f"-s{config.seed}-{run_hash(config)}"
-    name = config.name
-    if name is None and config.resume == "auto":  # under the name that other words have given it
-        folders = sorted(Path(config.output_root).glob(f"*{tail}/config.yaml"))
-        name = next((path.parent.name for path in folders), None)
-    if name is None:
-        name = default_name(config, words, label, tail)
-    return Point(tuple(words), replace(config, name=name), label)
-
-
-def default_name(config: Config, words: Sequence[str], label: str, tail: str) -> str:
-    """Returns `<label, experiment or model-dataset-stack>[-key=value...]-s<seed>-<run_hash>`.
-
-    Without a label, the last part of each key is named, in plain characters, up to LONGEST_NAME.
-    """
+    if config.resume == "auto":  # under the name that other overrides have given it
+        for path in sorted(Path(config.output_root).glob(f"*{tail}/config.yaml")):
+            return path.parent.name
     typed = {}
     for word in map(word_of, words):
         typed[word.key] = word
@@ -256,18 +303,25 @@ def default_name(config: Config, words: Sequence[str], label: str, tail: str) ->
     return cut(name, LONGEST_NAME, tail)
 
 
-def hydra_arguments() -> list[str]:
+OmegaConf.register_new_resolver("run_name", run_name, replace=True)
+
+
+def hydra_arguments(path: Path) -> list[str]:
     """Returns what makes another train.py read and do what the command has told Hydra.
 
-    Its files, as its parser has them, and the words for Hydra but for those of a sweep.
+    Its files, as its parser has them, the overrides for Hydra but for those of a sweep, and, of the
+    job of a sweep, its directory.
     """
     node: Any = HydraConfig.get()
     line = ["--config-name", node.job.config_name]
     for source in node.runtime.config_sources:
         if source.provider in FLAGS:
             line += [FLAGS[source.provider], source.path]
-    of_hydra = typed_words(node, "hydra")
-    return line + [word for word in of_hydra if not OF_SWEEPS.match(word.lstrip("+~"))]
+    of_hydra = overrides_of(node, "hydra")
+    line += [word for word in of_hydra if not OF_SWEEPS.match(word.lstrip("+~"))]
+    if node.mode == RunMode.MULTIRUN:
+        line.append(f"hydra.run.dir={in_quotes(str(path))}")
+    return line
 
 
 def check_asked(config: Config, words: Sequence[str], *roles: Role) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from reproduction.machine import is_first_rank
 # Signals that end a run: from a terminal, on preemption, or from a launcher.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 LONGEST_LINE = 2000  # characters
+log = logging.getLogger("reproduction")
 
 
 def in_one_line(text: str, longest: int = LONGEST_LINE) -> str:
@@ -172,7 +174,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def say(text: str, end: str = "\n", to: Literal["stdout", "stderr"] = "stdout") -> None:
-    """Prints lines. Gives up what cannot be encoded or written: a run outlives its terminal."""
+    """Prints lines, and logs them where Hydra's log is.
+
+    Gives up what cannot be encoded or written: a run outlives its terminal.
+    """
+    if text.strip():
+        log.info(text)
     stream: TextIO | None = getattr(sys, to)
     try:
         tqdm.write(text, stream, end)  # beside a bar

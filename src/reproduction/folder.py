@@ -17,7 +17,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -61,7 +61,7 @@ class RunFolder:
         """Raises UserError if this folder cannot be used for this run, or could not be read."""
         if not is_first_rank():
             return  # the first rank may already have created it for the others
-        if not self.is_taken():
+        if not self.is_run():
             return
         if config.resume != "auto":
             advice = "resume it with resume=auto or choose another name"
@@ -71,16 +71,17 @@ class RunFolder:
             reason = f"{self.path} holds another run, this one has {others}"
             raise UserError(f"name={config.name}: {reason}")
 
-    def is_taken(self) -> bool:
-        """Whether this path holds a run, or files that are not ours.
-
-        An empty folder is free, as is one with a lock alone: its process was killed early.
-        """
-        if not os.path.lexists(self.path):
-            return False
-        if self.lock_path.exists():
-            return self.is_run()
-        return not self.path.is_dir() or any(self.path.iterdir())
+    def check_free(self) -> None:
+        """Raises UserError, before Hydra writes here, if there is something else than a run."""
+        if self.is_run() or not os.path.lexists(self.path):
+            return
+        of_hydra = {".hydra", self.lock_path.name}
+        others = [*self.path.iterdir()] if self.path.is_dir() else [self.path]
+        others = [x for x in others if x.name not in of_hydra and x.suffix != ".log"]
+        if others:
+            raise UserError(
+                f"name={self.path.name}: {others[0]} is in the way; choose another name"
+            )
 
     def check_same(self, entry: Literal["data", "code"], now: Mapping[str, str]) -> None:
         """Raises UserError if the run has begun on other data, or by other code, than `now`."""
@@ -255,7 +256,7 @@ PATIENCE_AT_RESTART = 60.0  # of torchrun or of a job: what ran before may still
 def hold(folder: RunFolder) -> Iterator[None]:
     """Locks the run for this process, on the first rank only. UserError if it is taken.
 
-    The system frees the lock when the process ends. A run that is refused leaves no folder.
+    The system frees the lock when the process ends.
     """
     if not is_first_rank():
         yield
@@ -279,10 +280,4 @@ def hold(folder: RunFolder) -> Iterator[None]:
         folder.remove_left_over()
         yield
     finally:
-        with suppress(OSError):  # the folder is gone, or the one above holds other runs
-            holds_only_the_lock = [*folder.path.iterdir()] == [path]
-            if holds_only_the_lock:  # beside other files, it says that the folder is ours
-                path.unlink()
-                folder.path.rmdir()
-                folder.path.parent.rmdir()
         lock.release()

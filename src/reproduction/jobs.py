@@ -29,7 +29,7 @@ def train_here(point: Point) -> None:
     from reproduction.training.stop import ending
 
     say(str(point.folder.path))
-    command = shlex.join(["python", "train.py", *hydra_arguments(), *point.words])
+    command = shlex.join(["python", "train.py", *hydra_arguments(point.folder.path), *point.words])
     failure = None
     try:
         origin = {"overrides": point.words, "command": command}
@@ -77,7 +77,6 @@ def in_processes(points: Sequence[Point], jobs: int) -> Iterator[OneLineError | 
 
     jobs = min(jobs, len(points))
     logs = Path(points[0].config.output_root, ".logs")
-    arguments = hydra_arguments()
     free = SimpleQueue[Environment]()
     for environment in environments(jobs, max(point.config.devices for point in points)):
         free.put(environment)
@@ -100,7 +99,7 @@ def in_processes(points: Sequence[Point], jobs: int) -> Iterator[OneLineError | 
             with log_path.open("ab") as log:
                 begin = log.tell()
                 process = subprocess.Popen(
-                    [sys.executable, TRAIN, *arguments, *point.words],
+                    [sys.executable, TRAIN, *hydra_arguments(path), *point.words],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

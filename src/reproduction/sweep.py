@@ -6,7 +6,7 @@ writes, it has at the end; nothing is read a second time.
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,7 +44,8 @@ class Sweep:
     @classmethod
     def over_keys(cls, words: Sequence[str]) -> "Sweep":
         """Every value of these words by every other."""
-        return cls([planned_point(each) for each in expand(words)])
+        runs = enumerate(expand(words))
+        return cls([planned_point(overrides).placed(number) for number, overrides in runs])
 
     @classmethod
     def of_study(cls, asked: StudyWords, words: Sequence[str]) -> "Sweep":
@@ -64,17 +65,30 @@ class Sweep:
             raise UserError(f"task={task}: must be 0 to {len(self.points) - 1}")
         return replace(self, points=[self.points[task]], is_whole=False)
 
-    def check(self) -> None:
-        """Raises UserError for a point that cannot run, before the first one starts."""
-        check_names(self.points)
-        checked = set()
+    def in_folders(self, folders: Iterable[str | None]) -> "Sweep":
+        """Returns the runs in the folders of their jobs, which may not be those that were due."""
+        moved = []
+        for point, folder in zip(self.points, folders, strict=True):
+            moved.append(point if folder is None else point.at(Path(folder)))
+        return replace(self, points=moved)
+
+    def check(self, is_here: bool) -> None:
+        """Raises UserError for a run that cannot begin, before the first one does.
+
+        What a machine must have for it is checked if the runs are trained by this one.
+        """
+        self.check_folders()
+        if is_here:
+            check_here(self.points)
+
+    def check_folders(self) -> None:
+        """Raises UserError if two runs share a folder, or one cannot be used for its run."""
+        path, number = Counter(str(point.folder.path) for point in self.points).most_common(1)[0]
+        if number > 1:
+            raise UserError(f"name={path}: {number} runs share it; name='x-${{KEY}}' names each")
         for point in self.points:
-            check_folder(point)
-            metrics = str(point.config.recipe.metrics), str(point.config.recipe.metrics_options)
-            setting = row_hash(point.config), *metrics  # those that differ in the seed: once
-            if setting not in checked and is_first_rank() and not point.folder.is_finished():
-                check_run(point.config)
-            checked.add(setting)
+            point.folder.check_free()
+            point.folder.check(point.config)
 
     def interrupted_by(self, interrupt: KeyboardInterrupt) -> Interrupted:
         """Returns the error of a sweep that a signal has ended."""
@@ -127,11 +141,10 @@ class Sweep:
 
         It is no check of this machine: what is listed may lack a GPU or its images here.
         """
-        check_names(self.points)
+        self.check_folders()
         lines = []
         counts = Counter[str]()
         for task, point in enumerate(self.points):
-            point.folder.check(point.config)
             run = run_of(point)
             lines.append(f"{task}: {point.label} {run.status_text}: {run.path}")
             counts[run.status] += 1
@@ -152,22 +165,28 @@ def run_of(point: Point) -> "Run":
     return Run(path=folder.path, status=NOT_STARTED, status_text=NOT_STARTED)
 
 
-# --- the check of points ------------------------------------------------------------------------
+# --- checks -------------------------------------------------------------------------------------
 
 
-def check_names(points: Sequence[Point]) -> None:
-    """Raises UserError if two points would be written to one folder."""
-    path, number = Counter(str(point.folder.path) for point in points).most_common(1)[0]
-    if number > 1:
-        raise UserError(f"name={path}: {number} points share it; name='x-${{KEY}}' names each")
+def check_here(points: Sequence[Point]) -> None:
+    """Raises UserError if this machine cannot train one of these runs."""
+    if not is_first_rank():
+        return
+    checked = set()
+    for point in points:
+        check_same(point)
+        metrics = str(point.config.recipe.metrics), str(point.config.recipe.metrics_options)
+        setting = row_hash(point.config), *metrics  # those that differ in the seed: once
+        if setting not in checked and not point.folder.is_finished():
+            check_machine(point.config)
+        checked.add(setting)
 
 
-def check_folder(point: Point) -> None:
-    """Checks that the folder can be used, and that its run is of the same data and code."""
+def check_same(point: Point) -> None:
+    """Checks that what has begun in the folder is of the same data and code."""
     from reproduction.data.sources import opened, record  # imports torch
 
     config, folder = point.config, point.folder
-    folder.check(config)
     summary = folder.read_summary()
     if summary.get("data"):
         folder.check_same("data", record(opened(config.dataset), config.model.weights))
@@ -175,8 +194,8 @@ def check_folder(point: Point) -> None:
         folder.check_same("code", files_of_code(config))
 
 
-def check_run(config: Config) -> None:
-    """Checks the device, the images, the model and code of one's own."""
+def check_machine(config: Config) -> None:
+    """Checks the device, the images, the model and own code."""
     from reproduction.training.ranks import resolve_device  # imports torch
     from reproduction.training.trial import check_start
 

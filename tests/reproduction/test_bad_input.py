@@ -95,12 +95,6 @@ def test_a_missing_gpu_is_named(here: Path):
     assert not snapshot()
 
 
-def test_a_graph_is_refused_where_its_job_lands_without_a_gpu(monkeypatch: pytest.MonkeyPatch):
-    """The machine that has checked the job has one."""
-    monkeypatch.setattr("reproduction.sweep.check_run", lambda *_: None)
-    assert_refused(train(SMALL, "compile=cuda-graph", "device=cpu"), "compile=cuda-graph: is for")
-
-
 def test_weights_of_other_classes_are_refused(here: Path):
     root = write_images(Path("images"), ["cat", "dog"], train=4, held_out=2)
     data = ("dataset=image_folder", f"dataset.root={root}", "dataset.workers=0")

@@ -81,7 +81,9 @@ def test_errors_are_told_where_no_run_has_begun(here: Path):
     for line in result.lines:
         assert "bogus" in line
     assert "0 of 2 runs are finished, 2 not started" in result.out
-    assert not snapshot()
+    of_hydra = {path for path in snapshot() if ".hydra" in path or path.endswith("train.log")}
+    assert {Path(path).name for path in snapshot().keys() - of_hydra} >= {"multirun.yaml"}
+    assert not [*Path().glob("outputs/*/config.yaml")]
 
 
 DYING = """

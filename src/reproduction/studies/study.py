@@ -348,7 +348,8 @@ def planned(
         parts.append(part)
         for point in runs:
             points.setdefault(run_hash(point.config), point)
-    return sorted(points.values(), key=lambda point: point.config.seed), parts
+    by_seed = sorted(points.values(), key=lambda point: point.config.seed)
+    return [point.placed(number) for number, point in enumerate(by_seed)], parts
 
 
 def part_of(
