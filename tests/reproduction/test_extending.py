@@ -108,7 +108,7 @@ def test_an_example_resumes_exactly(name: str):
 @pytest.mark.slow
 @every_example
 def test_an_example_is_swept_and_compiled(name: str):
-    words = ("-m", "seed=0,1", "jobs=2", small(name), STEPS, "compile=true")
+    words = ("-m", small(name), "seed=0,1", "jobs=2", STEPS, "compile=true")
     result = run("train.py", words, apart=True)
     assert_succeeded(result, "2 of 2 runs are finished")
     hashes = [each.summary["weights_sha256"] for each in runs() if each.path.name != "teacher"]

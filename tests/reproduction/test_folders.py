@@ -241,7 +241,7 @@ def held_out_class_of_its_own(root: Path) -> None:
 
 
 def no_held_out_images(root: Path) -> None:
-    (root / "val").rename(root / "valid")
+    (root / "val").rename(root / "held_out")
 
 
 def no_folder(root: Path) -> None:

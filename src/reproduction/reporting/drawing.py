@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import pandas as pd
+from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -39,7 +39,7 @@ MIXED_SAMPLES = (
 @contextmanager
 def figure(path: Path, *grid: int, figsize: tuple[float, float], **settings: Any) -> Iterator[Any]:
     """Yields axes, and saves them as .png or .svg, as `path` ends, the same byte for byte."""
-    with matplotlib.rc_context(STYLE):
+    with style.context(["default", STYLE]):  # whatever the user's matplotlibrc says
         fig = Figure(figsize, layout="constrained")  # by pyplot it would need a backend
         yield fig.subplots(*grid, **settings)
         with replacing(path) as temporary:

@@ -60,7 +60,7 @@ def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
             sections.append(WHERE)
             sections += _draw(folder, config)
             write_text(folder.report_path, "\n\n".join(sections) + "\n")
-    except (OSError, OneLineError) as error:  # the run itself is finished
+    except Exception as error:  # of any library: the run itself is finished
         warn(f"warning: no report ({told(error)}); resume=auto writes it")
     say(f"{name}: {_headline(summary)}")
     if folder.report_path.exists():
