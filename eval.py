@@ -14,8 +14,8 @@
 
 With run=, these may be changed: dataset=NAME, dataset.KEY but for limit, validation and
 validation_seed (mean and std stay the run's unless they are named), device, devices and
-recipe.precision. Code of your own, which returns the images or the model, runs only if the words
-name it: dataset.source, model.source. train.py --help shows the values.
+recipe.precision. Code of your own, which returns the images or the model, runs only if
+overrides name it: dataset.source, model.source. train.py --help shows the values.
 """
 
 import os
@@ -25,12 +25,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from reproduction.compose import check_asked, compose, expand, with_words, word_of
+from reproduction.compose import check_asked, compose, expand, override_of, with_overrides
 from reproduction.config import Config, validated
-from reproduction.door import Role
 from reproduction.errors import UserError, one_line_errors, say
 from reproduction.files import LONGEST, cut, write_json
 from reproduction.folder import RunFolder
+from reproduction.function_keys import Role
 from reproduction.help import hydra_errors
 from reproduction.identity import digest, settings_of_evaluation
 from reproduction.machine import is_first_rank
@@ -40,15 +40,15 @@ METRICS = "recipe.metrics."
 OF_A_RUN = ("device", "devices", "dataset", "recipe.precision", "model.source")
 
 
-def main(words: list[str]) -> None:
-    if {"-h", "--help"} & {*words}:
+def main(overrides: list[str]) -> None:
+    if {"-h", "--help"} & {*overrides}:
         say((__doc__ or "").strip())
         return
-    options, words = taken(words)
+    options, overrides = taken(overrides)
     if "run" in options:
-        config, files, result = of_run(options, words)
+        config, files, result = of_run(options, overrides)
     else:
-        config, files, result = of_file(options, words)
+        config, files, result = of_file(options, overrides)
     if "export" in options:
         export(config, files, options)
     elif "images" in options:
@@ -57,16 +57,18 @@ def main(words: list[str]) -> None:
         evaluate(config, files, options, result)
 
 
-def taken(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns the words of OPTIONS by their keys, and the others; UserError if they do not fit."""
+def taken(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Returns those of OPTIONS by their keys, and the others; UserError if they do not fit."""
     options = {}
     others = []
-    for word in words:
-        key, _, value = word.partition("=")  # as typed: the name of a run may have a = of its own
+    for override in overrides:
+        key, _, value = override.partition(
+            "="
+        )  # as typed: the name of a run may have a = of its own
         if key in OPTIONS:
             options[key] = os.path.expanduser(value)
         else:
-            others.append(word)
+            others.append(override)
     if ("run" in options) == ("checkpoint" in options):
         raise UserError("run=FOLDER [weights=...] or checkpoint=FILE: one of them must be given")
     if "images" in options and "predictions" not in options:
@@ -74,7 +76,7 @@ def taken(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return options, others
 
 
-def of_run(options: dict[str, str], words: Sequence[str]) -> tuple[Config, list[Path], Path]:
+def of_run(options: dict[str, str], overrides: Sequence[str]) -> tuple[Config, list[Path], Path]:
     """Returns the configuration of a run, its files of weights, and where a result is written."""
     folder = RunFolder(options["run"])
     if not folder.is_run():
@@ -82,11 +84,11 @@ def of_run(options: dict[str, str], words: Sequence[str]) -> tuple[Config, list[
     which = options.get("weights", "last")
     saved = folder.read_config()
     files = folder.weights(which)
-    config = changed(saved, words)
+    config = changed(saved, overrides)
     code: list[Role] = ["model"]
     if options.keys().isdisjoint(("images", "export")):
         code.append("images")
-    check_asked(config, words, *code)
+    check_asked(config, overrides, *code)
     settings = settings_of_evaluation(config)
     hashed = []
     if settings != settings_of_evaluation(saved):
@@ -95,10 +97,10 @@ def of_run(options: dict[str, str], words: Sequence[str]) -> tuple[Config, list[
     return config, files, result_of(place, config, hashed)
 
 
-def of_file(options: dict[str, str], words: Sequence[str]) -> tuple[Config, list[Path], Path]:
+def of_file(options: dict[str, str], overrides: Sequence[str]) -> tuple[Config, list[Path], Path]:
     """Returns the same of a file of weights."""
     file = Path(options["checkpoint"])
-    config = given(words)
+    config = given(overrides)
     place = Path(config.output_root, "evaluations", file.stem)
     hashed = [str(file.resolve()), settings_of_evaluation(config)]
     return config, [file], result_of(place, config, hashed)
@@ -113,35 +115,37 @@ def result_of(place: Path, config: Config, hashed: list[Any]) -> Path:
     return place.with_name(cut(place.name, longest, tail))
 
 
-def changed(saved: Config, words: Sequence[str]) -> Config:
-    """Returns the configuration of a run with the words merged into it, on one device by default.
+def changed(saved: Config, overrides: Sequence[str]) -> Config:
+    """Returns the configuration of a run with overrides merged into it, on one device by default.
 
     Another data set keeps the mean and std of the run.
     """
-    read = [*map(word_of, words)]
-    for word in read:
-        is_metric = word.key.startswith((METRICS, "recipe.metrics_options."))
-        if not (is_metric or word.key in OF_A_RUN or word.group in OF_A_RUN):
+    read = [*map(override_of, overrides)]
+    for override in read:
+        is_metric = override.key.startswith((METRICS, "recipe.metrics_options."))
+        if not (is_metric or override.key in OF_A_RUN or override.group in OF_A_RUN):
             allowed = ", ".join((*OPTIONS, *OF_A_RUN))
-            raise UserError(f"{word.text}: not allowed here, allowed are {allowed}")
+            raise UserError(f"{override.text}: not allowed here, allowed are {allowed}")
     raw = {**asdict(saved), "devices": 1, "compile": False}
-    raw["recipe"]["metrics"] = {}  # only those that the words name run
-    named = {word.key.rpartition(".")[2] for word in read if word.key.startswith(METRICS)}
+    raw["recipe"]["metrics"] = {}  # only those that the overrides name run
+    named = {
+        override.key.rpartition(".")[2] for override in read if override.key.startswith(METRICS)
+    }
     own_options = saved.recipe.metrics_options
     raw["recipe"]["metrics_options"] = {x: own_options[x] for x in own_options if x in named}
-    changes = [word.text for word in read if word.key != "dataset"]
-    if len(changes) < len(words):
-        of_dataset = [word.text for word in read if word.group == "dataset"]
+    changes = [override.text for override in read if override.key != "dataset"]
+    if len(changes) < len(overrides):
+        of_dataset = [override.text for override in read if override.group == "dataset"]
         raw["dataset"] = asdict(given(of_dataset).dataset)
         raw["dataset"] |= {"mean": saved.dataset.mean, "std": saved.dataset.std}
-    with hydra_errors(*words):
-        return validated(Config, with_words(raw, changes))
+    with hydra_errors(*overrides):
+        return validated(Config, with_overrides(raw, changes))
 
 
-def given(words: Sequence[str]) -> Config:
-    """Returns the configuration of these words, for weights without a run."""
-    expand(words)  # refuses keys of Hydra, which `compose` would read
-    return compose((*words, "augmentation=[]"))  # refuses a list of values
+def given(overrides: Sequence[str]) -> Config:
+    """Returns the configuration of these overrides, for weights without a run."""
+    expand(overrides)  # refuses keys of Hydra, which `compose` would read
+    return compose((*overrides, "augmentation=[]"))  # refuses a list of values
 
 
 def new_file(options: dict[str, str], key: str, ending: str) -> Path:

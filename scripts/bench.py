@@ -30,7 +30,7 @@ from reproduction.training.step import Trainer
 from scripts import positive
 
 Work = Callable[[], Any]
-CASES = {  # words, classes, factor on q, k and v, images of a batch on a CPU
+CASES = {  # overrides, classes, factor on q, k and v, images of a batch on a CPU
     "cct_2_3x2": (["dataset=digits", "recipe=quickstart"], 10, 12, 128),
     "cct_7_3x1": (["dataset=cifar100", "recipe=cifar_cct"], 100, 6, 16),
     "vit_base_patch16_224": (["dataset=imagenet1k", "recipe=imagenet_vit"], 1000, 3, 4),
@@ -63,12 +63,12 @@ def build_trainer(overrides: Sequence[str], num_classes: int = 10) -> Trainer:
 
 def training_step(model: str, method: list[str], how: str, device: str) -> tuple[Work, int]:
     """A training step on random images, the same ones each time, and their number."""
-    words, classes, sharpness, images = CASES[model]
-    words = [f"model={model}", *words, f"compile={how}", *method]
-    words.append("recipe.precision=" + ("bf16" if device == "cuda" else "float32"))
+    overrides, classes, sharpness, images = CASES[model]
+    overrides = [f"model={model}", *overrides, f"compile={how}", *method]
+    overrides.append("recipe.precision=" + ("bf16" if device == "cuda" else "float32"))
     if device == "cuda":
         images = ON_GPU
-    trainer = build_trainer(words, classes)
+    trainer = build_trainer(overrides, classes)
     with torch.no_grad():
         for block in trainer.module.model.blocks:  # type: ignore[union-attr]
             block.attn.qkv.weight.mul_(sharpness)

@@ -1,7 +1,7 @@
 """What each tau and rho would mix on batches of a trained run with HTM, to help choose them.
 
-python -m scripts.look RUN [KEY=package.module:factory ...]: the words name code of your own that
-the run has and that may run. Each layer is measured as if earlier ones did not mix.
+python -m scripts.look RUN [KEY=package.module:factory ...]: an override names code of your own
+that the run has and that may run. Each layer is measured as if earlier ones did not mix.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ RHOS = (0.0, 0.001, 0.003, 0.005, 0.01, 0.02)
 @one_line_errors()
 def main() -> None:
     """Prints, for each HTM layer, the easy samples by tau, and of these the tokens by rho."""
-    place, *words = sys.argv[1:] or ["--help"]
+    place, *overrides = sys.argv[1:] or ["--help"]
     if place == "--help":
         say(str(__doc__))
         return
     folder = RunFolder(place.removeprefix("run="))
     config = folder.read_config()
-    check_asked(config, words, "images", "model", "inputs", "tokens")
+    check_asked(config, overrides, "images", "model", "inputs", "tokens")
     if config.augmentation.htm is None:
         raise UserError(f"run={folder.path}: was trained without htm")
     trained = load_trained(config, folder)

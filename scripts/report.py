@@ -12,7 +12,7 @@ from scripts import positive
 @one_line_errors()
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("words", nargs="*", metavar="key=value", help="overrides of all rows")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of all rows")
     parser.add_argument("--study", default="all", help="as of reproduce.py (default: all)")
     parser.add_argument("--scale", choices=SCALES, default=FULL)
     parser.add_argument("--seeds", type=positive, help="how many (default: of the study)")
@@ -20,8 +20,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="write docs/results.md beside this folder")
     args = parser.parse_args()
     if args.results:
-        if args.words:
-            parser.error(f"{args.words[0]}: nothing reads it beside --results")
+        if args.overrides:
+            parser.error(f"{args.overrides[0]}: nothing reads it beside --results")
         from reproduction.studies.published import results_page
 
         path = args.results.resolve().parent / "docs" / "results.md"
@@ -31,8 +31,8 @@ def main() -> None:
     if args.outputs:
         if not args.outputs.is_dir():
             parser.error(f"--outputs {args.outputs}: must be a folder of runs")
-        args.words.append(f"output_root={args.outputs}")
-    sweep = Sweep(*planned(args.study, args.seeds, args.scale, args.words))
+        args.overrides.append(f"output_root={args.outputs}")
+    sweep = Sweep(*planned(args.study, args.seeds, args.scale, args.overrides))
     sweep.write_tables()
 
 

@@ -4,7 +4,7 @@
 
 STUDY: table1 to table5, table1/cifar100_htm (one row), sweep-tau, sweep-rho, sweep-kappa, all, or a
 .yaml file. seeds: how many, from 0 or first_seed on. scale=smoke: seconds for each run. The other
-words are train.py's, whose sweeper `study` does it:
+overrides are train.py's, whose sweeper `study` does it:
 
   python train.py -m hydra/sweeper=study hydra.sweeper.study=STUDY [hydra.sweeper.seeds=N] ...
 """
@@ -19,15 +19,15 @@ from train import main as train
 OF_SWEEPER = ("seeds=", "scale=")
 
 
-def main(words: list[str]) -> None:
-    if {"-h", "--help"} & {*words}:
+def main(overrides: list[str]) -> None:
+    if {"-h", "--help"} & {*overrides}:
         say(__doc__.strip())
         return
-    name, *more = words or [""]  # the error for an empty name lists what is allowed
+    name, *more = overrides or [""]  # the error for an empty name lists what is allowed
     sys.argv[1:] = ["-m", "hydra/sweeper=study", f"hydra.sweeper.study={in_quotes(name)}"]
-    for word in more:
-        prefix = "hydra.sweeper." if word.startswith(OF_SWEEPER) else ""
-        sys.argv.append(prefix + word)
+    for override in more:
+        prefix = "hydra.sweeper." if override.startswith(OF_SWEEPER) else ""
+        sys.argv.append(prefix + override)
     with application():
         train()
 

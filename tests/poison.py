@@ -5,7 +5,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests.doors import PLACES
+from tests.programs import PLACES
 from tokenmixup import Output, training_loss
 
 KINDS = ("loss", "gradient")

@@ -11,7 +11,7 @@ SOURCE = ROOT / "src"
 LAYERS = (
     ("files", "machine"),
     ("errors",),
-    ("door",),
+    ("function_keys",),
     ("config",),
     ("identity",),
     ("data", "models"),

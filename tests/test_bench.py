@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 import torch
 
-from tests.doors import assert_succeeded, cells, script
+from tests.programs import assert_succeeded, cells, script
 
 MODEL = "cct_2_3x2"
 

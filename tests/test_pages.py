@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.doors import ROOT, assert_succeeded, train
 from tests.pages import codes
+from tests.programs import ROOT, assert_succeeded, train
 
 DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *DOCUMENTS)}

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.doors import ROOT
 from tests.pages import codes
+from tests.programs import ROOT
 
 PAGE = (ROOT / "docs/library.md").read_text()
 

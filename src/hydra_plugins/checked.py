@@ -14,14 +14,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
-from reproduction.compose import Point, command_of, planned_point
-from reproduction.config import Command, StudyWords, validated
+from reproduction.compose import RunPlan, command_of, plan_run
+from reproduction.config import Command, StudyOptions, validated
 from reproduction.errors import OneLineError, PlainError, UserError, first_line, say
 from reproduction.jobs import in_processes, objective
 from reproduction.sweep import Sweep
 
 
-class PointSweeper(BasicSweeper):
+class GridSweeper(BasicSweeper):
     """Every value by every other, as Hydra's own sweeper; ends with a table.
 
     All runs are checked before the first one starts, or listed.
@@ -48,32 +48,32 @@ class PointSweeper(BasicSweeper):
         directory.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, directory / "multirun.yaml")
         try:
-            ends = self.ends_of(sweep.points, command)
+            ends = self.ends_of(sweep.plans, command)
         except KeyboardInterrupt as interrupt:
             sweep.conclude([sweep.interrupted_by(interrupt)])
             return
         sweep.in_folders(map(folder_of, ends)).conclude([*filter(None, map(error_of, ends))])
 
-    def ends_of(self, points: Sequence[Point], command: Command) -> Sequence[JobReturn]:
+    def ends_of(self, plans: Sequence[RunPlan], command: Command) -> Sequence[JobReturn]:
         """Trains runs, and returns how each has ended."""
         assert self.launcher is not None
         if command.jobs is not None:
-            return [*ends_of_processes(points, command.jobs, command.objective)]
-        return self.launcher.launch([point.words for point in points], command.task or 0)
+            return [*ends_of_processes(plans, command.jobs, command.objective)]
+        return self.launcher.launch([plan.overrides for plan in plans], command.task or 0)
 
     def sweep_of(self, arguments: list[str]) -> Sweep:
         return Sweep.over_keys([*self._parse_config(), *arguments])
 
 
-class StudySweeper(PointSweeper):
+class StudySweeper(GridSweeper):
     """The runs of a study, seed by seed, with `arguments` as overrides of all of them."""
 
-    def __init__(self, **words: Any):
+    def __init__(self, **options: Any):
         super().__init__()
-        self.words = words
+        self.options = options
 
     def sweep_of(self, arguments: list[str]) -> Sweep:
-        return Sweep.of_study(validated(StudyWords, self.words), arguments)
+        return Sweep.of_study(validated(StudyOptions, self.options), arguments)
 
 
 class ProcessLauncher(BasicLauncher):
@@ -86,20 +86,20 @@ class ProcessLauncher(BasicLauncher):
             return super().launch(job_overrides, initial_job_idx)
         running: Any = HydraConfig.instance()
         running.cfg = self.config
-        points = [
-            planned_point(overrides).placed(number)
+        plans = [
+            plan_run(overrides).placed(number)
             for number, overrides in enumerate(job_overrides, initial_job_idx)
         ]
-        return [*ends_of_processes(points, command.jobs, command.objective)]
+        return [*ends_of_processes(plans, command.jobs, command.objective)]
 
 
-def ends_of_processes(points: Sequence[Point], jobs: int, chosen_by: str) -> Iterator[JobReturn]:
+def ends_of_processes(plans: Sequence[RunPlan], jobs: int, chosen_by: str) -> Iterator[JobReturn]:
     """Trains `jobs` runs at a time, and yields how each has ended."""
-    for point, error in zip(points, in_processes(points, jobs), strict=True):
-        end = JobReturn(overrides=point.words, status=JobStatus.FAILED, _return_value=error)
+    for plan, error in zip(plans, in_processes(plans, jobs), strict=True):
+        end = JobReturn(overrides=plan.overrides, status=JobStatus.FAILED, _return_value=error)
         if error is None:
             end.status = JobStatus.COMPLETED
-            end.return_value = objective(point, chosen_by)
+            end.return_value = objective(plan, chosen_by)
         yield end
 
 

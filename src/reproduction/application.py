@@ -13,7 +13,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, read_write
 
-from reproduction.compose import Point, command_of, config_of, point_of, task_overrides
+from reproduction.compose import RunPlan, command_of, config_of, plan_of, task_overrides
 from reproduction.config import Command
 from reproduction.errors import Stopped, UserError, one_line_errors, say
 from reproduction.help import hydra_errors
@@ -36,7 +36,7 @@ class Check(Callback):
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         with one_line_errors():  # ends the program: Hydra would go on after an error
             command = command_of_one_run(config)
-            sweep = Sweep([point_of(config).placed()])
+            sweep = Sweep([plan_of(config).placed()])
             if command.dry_run:
                 say(sweep.listing())
                 sys.exit()
@@ -59,26 +59,26 @@ def train(tree: DictConfig) -> float | None:
     """Trains the run of a tree, alone or as a job of any launcher; what a sweeper chooses by."""
     if HydraConfig.get().mode == RunMode.RUN:
         with one_line_errors():  # Hydra would print "Error executing job with overrides" first
-            return train_point(tree, point_here(tree))
+            return train_plan(tree, plan_here(tree))
     command = command_of_one_run(tree)
     if command.dry_run:
-        raise UserError("dry_run=true: needs hydra/sweeper=points or study")
-    point = point_here(tree)
-    check_here([point])
-    return train_point(tree, point)
+        raise UserError("dry_run=true: needs hydra/sweeper=grid or study")
+    plan = plan_here(tree)
+    check_here([plan])
+    return train_plan(tree, plan)
 
 
-def point_here(tree: DictConfig) -> Point:
+def plan_here(tree: DictConfig) -> RunPlan:
     """Returns the run of the job that Hydra has begun, in its output directory."""
     overrides = task_overrides(HydraConfig.get())
-    point = Point(tuple(overrides), config_of(tree, overrides), str(tree.row or ""))
-    return point.at(Path(HydraConfig.get().runtime.output_dir))
+    plan = RunPlan(tuple(overrides), config_of(tree, overrides), str(tree.row or ""))
+    return plan.at(Path(HydraConfig.get().runtime.output_dir))
 
 
-def train_point(tree: DictConfig, point: Point) -> float | None:
+def train_plan(tree: DictConfig, plan: RunPlan) -> float | None:
     """Trains a run, and tells a launcher of the signal that has ended it."""
     try:
-        train_here(point)
+        train_here(plan)
     except KeyboardInterrupt as interrupt:
         stop = interrupt.__cause__
         if isinstance(stop, Stopped):
@@ -86,4 +86,4 @@ def train_point(tree: DictConfig, point: Point) -> float | None:
             if callable(handler) and handler is not signal.default_int_handler:
                 signal.raise_signal(stop.signum)  # the launcher's may queue the job again
         raise
-    return objective(point, command_of(tree).objective)
+    return objective(plan, command_of(tree).objective)

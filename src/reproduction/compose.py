@@ -26,29 +26,29 @@ from reproduction.config import (
     FolderName,
     validated,
 )
-from reproduction.door import Role
 from reproduction.errors import UserError
 from reproduction.files import cut
 from reproduction.folder import RunFolder
+from reproduction.function_keys import Role
 from reproduction.help import hydra_errors
 from reproduction.identity import changes_result, own_code, run_hash
 from reproduction.machine import launched_ranks
 
 PRIMARY = "train"  # configuration, of conf/
-OF_A_POINT = re.compile(r'seed=\d+|row="[^$]*"')  # overrides that change nothing but their key
+OF_SEED_AND_ROW = re.compile(r'seed=\d+|row="[^$]*"')  # overrides that change nothing but their key
 # keys that run_name does not write as key=value: its head or its -s<seed> says them
 IN_THE_NAME = ("seed", "model", "dataset", "augmentation", "experiment")
-OF_THE_COMMAND = Command.__annotations__.keys() - {"row"}  # which a point says nothing of
+OF_THE_COMMAND = Command.__annotations__.keys() - {"row"}  # which no run has
 FLAGS = {"main": "--config-path", "command-line": "--config-dir"}  # of Hydra, by its providers
-# keys of Hydra that say how a sweep is run, and nothing of the job of one point
+# keys of Hydra that say how a sweep is run, and nothing of one run
 OF_SWEEPS = re.compile(r"hydra/launcher|hydra/sweeper|hydra\.(launcher|sweeper|sweep|mode)\b")
 
-# --- words --------------------------------------------------------------------------------------
+# --- overrides ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Word:
-    """A word as typed, and what Hydra reads in it."""
+class Override:
+    """A override as typed, and what Hydra reads in it."""
 
     text: str
     key: str  # or group, without + or ~ before it
@@ -71,31 +71,35 @@ class Word:
 
 
 @lru_cache(maxsize=4096)
-def word_of(typed: str) -> Word:
-    """Reads a word by Hydra's grammar; UserError if it cannot be read."""
+def override_of(typed: str) -> Override:
+    """Reads a override by Hydra's grammar; UserError if it cannot be read."""
     with hydra_errors(typed):
         read = OverridesParser.create().parse_override(typed)
-        return Word(typed, read.key_or_group, read.value())
+        return Override(typed, read.key_or_group, read.value())
 
 
 def in_quotes(text: str) -> str:
     return QuotedString(text, Quote.double).with_quotes()
 
 
-def with_words(tree: Any, words: Sequence[str]) -> Any:
-    """Returns plain nested values with those of words in their place; UserError for a sweep."""
+def with_overrides(tree: Any, overrides: Sequence[str]) -> Any:
+    """Returns plain nested values with those of overrides in their place; UserError for a sweep."""
     result = OmegaConf.create(tree)
-    for word in words:
-        read = word_of(word)
+    for override in overrides:
+        read = override_of(override)
         if isinstance(read.value, Sweep) or not read.typed:
-            raise UserError(f"{word}: must be key=value, with a single value")
+            raise UserError(f"{override}: must be key=value, with a single value")
         OmegaConf.update(result, read.key, read.value, force_add=True)
     return OmegaConf.to_container(result, resolve=True, throw_on_missing=True)
 
 
-def shared_words(points: Sequence["Point"]) -> list[str]:
-    """Returns the words that all points have."""
-    return [word for word in points[0].words if all(word in point.words for point in points)]
+def shared_overrides(plans: Sequence["RunPlan"]) -> list[str]:
+    """Returns the overrides that all runs have."""
+    return [
+        override
+        for override in plans[0].overrides
+        if all(override in plan.overrides for plan in plans)
+    ]
 
 
 def last_part(key: str) -> str:
@@ -150,28 +154,37 @@ def overrides_of(node: Any, part: str = "task") -> list[str]:
 
 def task_overrides(node: Any) -> list[str]:
     """Returns the overrides of a run, without those that say how a command runs it."""
-    return [word for word in overrides_of(node) if word_of(word).key not in OF_THE_COMMAND]
+    return [
+        override
+        for override in overrides_of(node)
+        if override_of(override).key not in OF_THE_COMMAND
+    ]
 
 
 @lru_cache(maxsize=1024)
-def _composed(primary: str, words: tuple[str, ...]) -> DictConfig:
+def _composed(primary: str, overrides: tuple[str, ...]) -> DictConfig:
     """Returns what Hydra makes of these overrides; it is not to be changed."""
     with config_loader() as loader:
-        return loader.load_configuration(primary, [*words], RunMode.RUN, from_shell=False)
+        return loader.load_configuration(primary, [*overrides], RunMode.RUN, from_shell=False)
 
 
-def tree_of(words: Sequence[str]) -> DictConfig:
+def tree_of(overrides: Sequence[str]) -> DictConfig:
     """Returns the tree of these overrides, a copy; those that differ in the seed share its work."""
-    primary, shared = PRIMARY, [word for word in words if not OF_A_POINT.fullmatch(word)]
-    of_point = [word for word in words if OF_A_POINT.fullmatch(word)]
-    with hydra_errors(*words):
+    primary, shared = (
+        PRIMARY,
+        [override for override in overrides if not OF_SEED_AND_ROW.fullmatch(override)],
+    )
+    of_plan = [override for override in overrides if OF_SEED_AND_ROW.fullmatch(override)]
+    with hydra_errors(*overrides):
         if GlobalHydra.instance().is_initialized():  # by train.py
             running: Any = HydraConfig.get()
             primary = running.job.config_name
             shared = [*overrides_of(running, "hydra"), *shared]
-        merged: Any = OmegaConf.merge(_composed(primary, tuple(shared)), with_words({}, of_point))
+        merged: Any = OmegaConf.merge(
+            _composed(primary, tuple(shared)), with_overrides({}, of_plan)
+        )
         with read_write(merged), open_dict(merged):
-            merged.hydra.overrides.task = [*words]
+            merged.hydra.overrides.task = [*overrides]
     return merged
 
 
@@ -189,17 +202,17 @@ def as_job(tree: DictConfig) -> Iterator[Any]:
         hydra_config.cfg = running
 
 
-def compose(words: Sequence[str]) -> Config:
+def compose(overrides: Sequence[str]) -> Config:
     """Returns the configuration of these overrides; UserError for anything wrong with one."""
-    return config_of(tree_of(words), words)
+    return config_of(tree_of(overrides), overrides)
 
 
-def config_of(tree: DictConfig, words: Sequence[str] = ()) -> Config:
+def config_of(tree: DictConfig, overrides: Sequence[str] = ()) -> Config:
     """Returns the configuration of a tree, with the ranks that torchrun has started.
 
     UserError for what is not allowed, missing or unread.
     """
-    with hydra_errors(*words):
+    with hydra_errors(*overrides):
         own = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
         raw: Any = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
     stack = raw["augmentation"]
@@ -226,10 +239,10 @@ def command_of(tree: DictConfig) -> Command:
 
 
 @dataclass(frozen=True)
-class Point:
+class RunPlan:
     """A run to train: the overrides with which train.py trains it, and its configuration."""
 
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     config: Config  # with the name of its folder, once it is placed
     label: str = ""  # STUDY/ROW, of the first of its rows; the override `row` has it
     tree: DictConfig | None = field(default=None, repr=False, compare=False)
@@ -238,17 +251,17 @@ class Point:
     def folder(self) -> RunFolder:
         return RunFolder.of(self.config)
 
-    def placed(self, number: int = 0) -> "Point":
+    def placed(self, number: int = 0) -> "RunPlan":
         """Returns the run in the directory that Hydra will give to its job of this number."""
         assert self.tree is not None
         with read_write(self.tree), open_dict(self.tree):
             self.tree.hydra.job.id, self.tree.hydra.job.num = str(number), number
-        with hydra_errors(*self.words), as_job(self.tree) as node:
+        with hydra_errors(*self.overrides), as_job(self.tree) as node:
             if node.mode == RunMode.MULTIRUN:
                 return self.at(Path(node.sweep.dir, node.sweep.subdir))
             return self.at(Path(node.run.dir))
 
-    def at(self, path: Path) -> "Point":
+    def at(self, path: Path) -> "RunPlan":
         """Returns the run in a directory, which is named from here if it is below."""
         if path.is_relative_to(Path.cwd()) and path != Path.cwd():
             path = path.relative_to(Path.cwd())
@@ -256,20 +269,20 @@ class Point:
         return replace(self, config=replace(self.config, name=name, output_root=str(path.parent)))
 
 
-def planned_point(words: Sequence[str], label: str = "") -> Point:
+def plan_run(overrides: Sequence[str], label: str = "") -> RunPlan:
     """Returns the run of these overrides; of a row if it has a label."""
-    words = [*words]
+    overrides = [*overrides]
     if label:
-        words.append(f"row={in_quotes(label)}")  # point_of reads it
-    return point_of(tree_of(words))
+        overrides.append(f"row={in_quotes(label)}")  # plan_of reads it
+    return plan_of(tree_of(overrides))
 
 
-def point_of(tree: DictConfig) -> Point:
+def plan_of(tree: DictConfig) -> RunPlan:
     """Returns the run of a tree that still has Hydra's node."""
-    words = task_overrides(tree.hydra)
+    overrides = task_overrides(tree.hydra)
     with as_job(tree):
-        config = config_of(tree, words)
-    return Point(tuple(words), config, str(tree.row or ""), tree)
+        config = config_of(tree, overrides)
+    return RunPlan(tuple(overrides), config, str(tree.row or ""), tree)
 
 
 def run_name(*, _root_: DictConfig) -> str:
@@ -279,8 +292,8 @@ def run_name(*, _root_: DictConfig) -> str:
     Without a row, the last part of each key is named, in plain characters, up to LONGEST_NAME. With
     resume=auto it is the name of the folder that ends with its hash, if there is one.
     """
-    words = task_overrides(_root_.hydra)
-    config, label = config_of(_root_, words), str(_root_.row or "")
+    overrides = task_overrides(_root_.hydra)
+    config, label = config_of(_root_, overrides), str(_root_.row or "")
     if config.name is not None:
         return config.name
     tail = f"-s{config.seed}-{run_hash(config)}"
@@ -288,17 +301,17 @@ def run_name(*, _root_: DictConfig) -> str:
         for path in sorted(Path(config.output_root).glob(f"*{tail}/config.yaml")):
             return path.parent.name
     typed = {}
-    for word in map(word_of, words):
-        typed[word.key] = word
+    for override in map(override_of, overrides):
+        typed[override.key] = override
     stack = "+".join(config.augmentation.stack) or "plain"
     head = label or f"{config.model.name}-{config.dataset.name}-{stack}"
     if not label and "experiment" in typed:
         head = typed["experiment"].value_text.strip("[]")
     name = head.replace("/", "-")
     if not label:
-        for key, word in typed.items():
+        for key, override in typed.items():
             if changes_result(key) and key not in IN_THE_NAME:
-                setting = f"{last_part(key)}={word.value_text.replace(',', '+')}"
+                setting = f"{last_part(key)}={override.value_text.replace(',', '+')}"
                 name += "-" + re.sub(r"(?a)[^\w.+=-]+", "", setting)
     return cut(name, LONGEST_NAME, tail)
 
@@ -318,19 +331,19 @@ def hydra_arguments(path: Path) -> list[str]:
         if source.provider in FLAGS:
             line += [FLAGS[source.provider], source.path]
     of_hydra = overrides_of(node, "hydra")
-    line += [word for word in of_hydra if not OF_SWEEPS.match(word.lstrip("+~"))]
+    line += [override for override in of_hydra if not OF_SWEEPS.match(override.lstrip("+~"))]
     if node.mode == RunMode.MULTIRUN:
         line.append(f"hydra.run.dir={in_quotes(str(path))}")
     return line
 
 
-def check_asked(config: Config, words: Sequence[str], *roles: Role) -> None:
-    """Raises UserError for code from elsewhere in these roles that the words do not name.
+def check_asked(config: Config, overrides: Sequence[str], *roles: Role) -> None:
+    """Raises UserError for code from elsewhere in these roles that the overrides do not name.
 
     The configuration of a run from elsewhere must run no code unasked.
     """
-    named = {word.key: word.value_text for word in map(word_of, words)}
-    for door, path in own_code(config):
-        if door.role in roles and named.get(door.typed_key) != path:
-            word = door.word(path)
-            raise UserError(f"{word}: the run needs this code; to run it, add {word}")
+    named = {override.key: override.value_text for override in map(override_of, overrides)}
+    for function_key, path in own_code(config):
+        if function_key.role in roles and named.get(function_key.typed_key) != path:
+            override = function_key.override(path)
+            raise UserError(f"{override}: the run needs this code; to run it, add {override}")

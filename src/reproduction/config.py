@@ -23,8 +23,8 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from reproduction.door import Door
 from reproduction.errors import UserError, as_typed, in_one_line
+from reproduction.function_keys import FunctionKey
 from reproduction.machine import local_ranks, usable_cores
 from tokenmixup import HTM, VTM, ManifoldMixup
 from tokenmixup.settings import LARGEST, RULES, built
@@ -111,10 +111,12 @@ DATA_SETS = {
     "image_folder": None,
     "imagenet1k": Fixed(1_281_167, 50_000, 1000),
 }
-DATA = Door("dataset.source", "images", {name: f"{SOURCES}:{name}" for name in DATA_SETS})
-MODEL = Door("model.source", "model")
-HTM_RULES = {name: Door(f"augmentation.htm.{name}", "tokens", ours) for name, ours in RULES.items()}
-OPTIMIZER = Door(
+DATA = FunctionKey("dataset.source", "images", {name: f"{SOURCES}:{name}" for name in DATA_SETS})
+MODEL = FunctionKey("model.source", "model")
+HTM_RULES = {
+    name: FunctionKey(f"augmentation.htm.{name}", "tokens", ours) for name, ours in RULES.items()
+}
+OPTIMIZER = FunctionKey(
     "recipe.optimizer",
     "step",
     {
@@ -122,9 +124,11 @@ OPTIMIZER = Door(
         "sgd": "reproduction.training.optimizers:sgd",
     },
 )
-LOSS = Door("recipe.loss", "step", {"cross_entropy": "reproduction.training.step:cross_entropy"})
-METRIC = Door("recipe.metrics.*", "evaluation")
-MIXING = Door("augmentation.own.*.source", "inputs", typed="augmentation.*.source")
+LOSS = FunctionKey(
+    "recipe.loss", "step", {"cross_entropy": "reproduction.training.step:cross_entropy"}
+)
+METRIC = FunctionKey("recipe.metrics.*", "evaluation")
+MIXING = FunctionKey("augmentation.own.*.source", "inputs", typed="augmentation.*.source")
 
 
 def metric_name(value: str) -> str:
@@ -460,7 +464,7 @@ class Config:
 
 
 @schema
-class StudyWords:
+class StudyOptions:
     """What the sweeper of studies is told: conf/hydra/sweeper/study.yaml."""
 
     study: str

@@ -48,7 +48,7 @@ class RunFolder:
 
     @classmethod
     def of(cls, config: Config) -> "RunFolder":
-        assert config.name is not None, "compose.point_of() sets the name"
+        assert config.name is not None, "compose.plan_of() sets the name"
         return cls(Path(config.output_root, config.name))
 
     # What is here

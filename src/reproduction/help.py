@@ -1,4 +1,4 @@
-"""What is said of words and files that Hydra refuses: one line, which names what is allowed."""
+"""What is said of overrides and files that Hydra refuses: one line, which names what is allowed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +16,8 @@ ERRORS = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
 
 
 @contextmanager
-def hydra_errors(*words: str) -> Iterator[None]:
-    """Turns what Hydra and OmegaConf say into one line, which names the words if it names none."""
+def hydra_errors(*overrides: str) -> Iterator[None]:
+    """Turns what Hydra and OmegaConf say into one line, which names an override or all of them."""
     try:
         yield
     except Exception as error:
@@ -27,6 +27,8 @@ def hydra_errors(*words: str) -> Iterator[None]:
         if is_ours or not (isinstance(error, ERRORS) or is_of_hydra):
             raise
         text = str(error)
-        if words and not any(word.lstrip("+~").partition("=")[0] in text for word in words):
-            text = f"{' '.join(words)}: {text}"
+        if overrides and not any(
+            override.lstrip("+~").partition("=")[0] in text for override in overrides
+        ):
+            text = f"{' '.join(overrides)}: {text}"
         raise UserError(text) from error

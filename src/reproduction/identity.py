@@ -18,12 +18,12 @@ from reproduction.config import (
     Config,
     Own,
 )
-from reproduction.door import Door, file_of
 from reproduction.errors import as_typed
+from reproduction.function_keys import FunctionKey, file_of
 
 # Keys that do not change a result, and so not the identity of a run.
 NOT_RESULT = (
-    *Command.__annotations__,  # how the points of a command are run
+    *Command.__annotations__,  # how the runs of a command are started
     "name",
     "output_root",
     "resume",
@@ -90,8 +90,8 @@ def row_hash(config: Config) -> str:
     return digest(counted)
 
 
-def chosen_code(config: Config) -> Iterator[tuple[Door, str]]:
-    """Yields each key that chooses a function, as its door, and what it chooses.
+def chosen_code(config: Config) -> Iterator[tuple[FunctionKey, str]]:
+    """Yields each key that chooses a function, and what it chooses.
 
     In the order of the schema, in which runs record their code.
     """
@@ -102,25 +102,29 @@ def chosen_code(config: Config) -> Iterator[tuple[Door, str]]:
     for name, mix in stack.own.items():
         yield MIXING.at(name), mix.source
     if stack.htm is not None:
-        for name, door in HTM_RULES.items():
-            yield door, getattr(stack.htm, name)
+        for name, function_key in HTM_RULES.items():
+            yield function_key, getattr(stack.htm, name)
     yield OPTIMIZER, recipe.optimizer
     yield LOSS, recipe.loss
     for name, metric in recipe.metrics.items():
         yield METRIC.at(name), metric
 
 
-def own_code(config: Config) -> list[tuple[Door, str]]:
-    """Returns the paths of code from elsewhere that a run names, with their doors."""
-    return [(door, chosen) for door, chosen in chosen_code(config) if door.is_own(chosen)]
+def own_code(config: Config) -> list[tuple[FunctionKey, str]]:
+    """Returns the paths of code from elsewhere that a run names, with their function keys."""
+    return [
+        (function_key, chosen)
+        for function_key, chosen in chosen_code(config)
+        if function_key.is_own(chosen)
+    ]
 
 
 def files_of_code(config: Config) -> dict[str, str]:
     """Returns the file of each path of `own_code`: what a run must have to be resumed."""
     found = {}
-    for door, path in own_code(config):
-        with door.refusing(path):
-            found[door.key] = file_of(path)
+    for function_key, path in own_code(config):
+        with function_key.refusing(path):
+            found[function_key.key] = file_of(path)
     return found
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 
-from reproduction.compose import Point, hydra_arguments
+from reproduction.compose import RunPlan, hydra_arguments
 from reproduction.config import TRAIN
 from reproduction.errors import OneLineError, PlainError, UserError, say
 from reproduction.machine import CORES, usable_cores
@@ -19,7 +19,7 @@ from reproduction.machine import CORES, usable_cores
 Environment = dict[str, str]
 
 
-def train_here(point: Point) -> None:
+def train_here(plan: RunPlan) -> None:
     """Trains a run in this process, unless it is finished, and writes its report.
 
     Raises OneLineError, which says what has become of it.
@@ -28,21 +28,23 @@ def train_here(point: Point) -> None:
     from reproduction.training.run import run_training
     from reproduction.training.stop import ending
 
-    say(str(point.folder.path))
-    command = shlex.join(["python", "train.py", *hydra_arguments(point.folder.path), *point.words])
+    say(str(plan.folder.path))
+    command = shlex.join(
+        ["python", "train.py", *hydra_arguments(plan.folder.path), *plan.overrides]
+    )
     failure = None
     try:
-        origin = {"overrides": point.words, "command": command}
-        write_report(point.folder, run_training(point.config, origin))
+        origin = {"overrides": plan.overrides, "command": command}
+        write_report(plan.folder, run_training(plan.config, origin))
     except Exception as error:
-        failure = ending(error, point.config)
+        failure = ending(error, plan.config)
     if failure is not None:  # raised out here it has no context, which would keep the model
         raise failure
 
 
-def objective(point: Point, name: str) -> float | None:
+def objective(plan: RunPlan, name: str) -> float | None:
     """Returns what a sweeper chooses by, of the last epoch of a run; None without such a number."""
-    log = point.folder.read_summary().get("log")
+    log = plan.folder.read_summary().get("log")
     if not log:
         return None
     return log[-1].get(name)
@@ -68,17 +70,17 @@ def environments(jobs: int, devices: int) -> Iterator[Environment]:
         }
 
 
-def in_processes(points: Sequence[Point], jobs: int) -> Iterator[OneLineError | None]:
-    """Trains points by train.py, `jobs` at a time; their output goes to OUTPUTS/.logs.
+def in_processes(plans: Sequence[RunPlan], jobs: int) -> Iterator[OneLineError | None]:
+    """Trains runs by train.py, `jobs` at a time; their output goes to OUTPUTS/.logs.
 
     Yields the error of each or None, and raises KeyboardInterrupt after a signal.
     """
     from reproduction.training.stop import handling  # imports torch
 
-    jobs = min(jobs, len(points))
-    logs = Path(points[0].config.output_root, ".logs")
+    jobs = min(jobs, len(plans))
+    logs = Path(plans[0].config.output_root, ".logs")
     free = SimpleQueue[Environment]()
-    for environment in environments(jobs, max(point.config.devices for point in points)):
+    for environment in environments(jobs, max(plan.config.devices for plan in plans)):
         free.put(environment)
     running = set[subprocess.Popen[bytes]]()
     signals = list[int]()  # received: nothing more starts
@@ -88,18 +90,18 @@ def in_processes(points: Sequence[Point], jobs: int) -> Iterator[OneLineError | 
         for process in list(running):
             process.send_signal(signum)  # saves after its step, or ends at a second Ctrl-C
 
-    def train_apart(point: Point) -> OneLineError | None:
-        path = point.folder.path
+    def train_apart(plan: RunPlan) -> OneLineError | None:
+        path = plan.folder.path
         log_path = logs / f"{path.name}.log"
         environment = free.get()
         try:
-            if signals or point.folder.is_finished():
+            if signals or plan.folder.is_finished():
                 return None
             say(str(path))
             with log_path.open("ab") as log:
                 begin = log.tell()
                 process = subprocess.Popen(
-                    [sys.executable, TRAIN, *hydra_arguments(path), *point.words],
+                    [sys.executable, TRAIN, *hydra_arguments(path), *plan.overrides],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -127,7 +129,7 @@ def in_processes(points: Sequence[Point], jobs: int) -> Iterator[OneLineError | 
     logs.mkdir(parents=True, exist_ok=True)
     say(f"{jobs} runs at a time, logs in {logs}")
     with handling(forward), ThreadPoolExecutor(jobs) as pool:
-        errors = [*pool.map(train_apart, points)]
+        errors = [*pool.map(train_apart, plans)]
     yield from errors
     if signals:
         raise KeyboardInterrupt

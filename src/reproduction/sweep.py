@@ -1,6 +1,6 @@
-"""A command of several runs as one object, from its words to its table.
+"""A command of several runs as one object, from its overrides to its table.
 
-A sweeper makes it. What it knows then, the points, the studies whose rows they are, and where it
+A sweeper makes it. What it knows then, the plans, the studies whose rows they are, and where it
 writes, it has at the end; nothing is read a second time.
 """
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reproduction.compose import Point, expand, planned_point, word_of
-from reproduction.config import Config, StudyWords
+from reproduction.compose import RunPlan, expand, override_of, plan_run
+from reproduction.config import Config, StudyOptions
 from reproduction.errors import (
     Interrupted,
     OneLineError,
@@ -35,42 +35,42 @@ NOT_STARTED = "not started"
 
 @dataclass(frozen=True)
 class Sweep:
-    """Points in their order, and the studies that they are the runs of; none, of swept keys."""
+    """Runs in their order, and the studies that they are the runs of; none, of swept keys."""
 
-    points: list[Point]
+    plans: list[RunPlan]
     parts: list[Part] = field(default_factory=list)
-    is_whole: bool = True  # all points that the words name are here: there will be a table
+    is_whole: bool = True  # all runs that the overrides name are here: there will be a table
 
     @classmethod
-    def over_keys(cls, words: Sequence[str]) -> "Sweep":
-        """Every value of these words by every other."""
-        runs = enumerate(expand(words))
-        return cls([planned_point(overrides).placed(number) for number, overrides in runs])
+    def over_keys(cls, overrides: Sequence[str]) -> "Sweep":
+        """Every value of these overrides by every other."""
+        runs = enumerate(expand(overrides))
+        return cls([plan_run(overrides).placed(number) for number, overrides in runs])
 
     @classmethod
-    def of_study(cls, asked: StudyWords, words: Sequence[str]) -> "Sweep":
-        """The runs of a study, with `words` as overrides of all of them."""
-        for word in map(word_of, words):
-            if word.key == "seed":
-                raise UserError(f"{word.text}: must be seeds=N, from the study's first_seed on")
-            if word.key == "resume" and word.value != "auto":
-                raise UserError(f"{word.text}: must be auto, with which a study is trained")
-        return cls(*planned(asked.study, asked.seeds, asked.scale, words))
+    def of_study(cls, asked: StudyOptions, overrides: Sequence[str]) -> "Sweep":
+        """The runs of a study, with `overrides` as overrides of all of them."""
+        for override in map(override_of, overrides):
+            if override.key == "seed":
+                raise UserError(f"{override.text}: must be seeds=N, from the study's first_seed on")
+            if override.key == "resume" and override.value != "auto":
+                raise UserError(f"{override.text}: must be auto, with which a study is trained")
+        return cls(*planned(asked.study, asked.seeds, asked.scale, overrides))
 
     def only(self, task: int | None) -> "Sweep":
-        """The point of this number alone; all of them for None."""
+        """The run of this number alone; all of them for None."""
         if task is None:
             return self
-        if task >= len(self.points):
-            raise UserError(f"task={task}: must be 0 to {len(self.points) - 1}")
-        return replace(self, points=[self.points[task]], is_whole=False)
+        if task >= len(self.plans):
+            raise UserError(f"task={task}: must be 0 to {len(self.plans) - 1}")
+        return replace(self, plans=[self.plans[task]], is_whole=False)
 
     def in_folders(self, folders: Iterable[str | None]) -> "Sweep":
         """Returns the runs in the folders of their jobs, which may not be those that were due."""
         moved = []
-        for point, folder in zip(self.points, folders, strict=True):
-            moved.append(point if folder is None else point.at(Path(folder)))
-        return replace(self, points=moved)
+        for plan, folder in zip(self.plans, folders, strict=True):
+            moved.append(plan if folder is None else plan.at(Path(folder)))
+        return replace(self, plans=moved)
 
     def check(self, is_here: bool) -> None:
         """Raises UserError for a run that cannot begin, before the first one does.
@@ -79,20 +79,20 @@ class Sweep:
         """
         self.check_folders()
         if is_here:
-            check_here(self.points)
+            check_here(self.plans)
 
     def check_folders(self) -> None:
         """Raises UserError if two runs share a folder, or one cannot be used for its run."""
-        path, number = Counter(str(point.folder.path) for point in self.points).most_common(1)[0]
+        path, number = Counter(str(plan.folder.path) for plan in self.plans).most_common(1)[0]
         if number > 1:
             raise UserError(f"name={path}: {number} runs share it; name='x-${{KEY}}' names each")
-        for point in self.points:
-            point.folder.check_free()
-            point.folder.check(point.config)
+        for plan in self.plans:
+            plan.folder.check_free()
+            plan.folder.check(plan.config)
 
     def interrupted_by(self, interrupt: KeyboardInterrupt) -> Interrupted:
         """Returns the error of a sweep that a signal has ended."""
-        line = f"interrupted; {self.points[0].config.how_to_continue}"
+        line = f"interrupted; {self.plans[0].config.how_to_continue}"
         return Interrupted(str(interrupt) or line)
 
     def conclude(self, errors: Sequence[OneLineError]) -> None:
@@ -107,12 +107,12 @@ class Sweep:
     def write_tables(self) -> list["Run"]:
         """Prints and writes the tables, and says what has become of the runs, which it returns.
 
-        Their folders tell it. Where only one of the points is trained there is no table.
+        Their folders tell it. Where only one of the plans is trained there is no table.
         """
-        runs = [run_of(point) for point in self.points]
+        runs = [run_of(plan) for plan in self.plans]
         if not self.is_whole:
             return runs
-        outputs = Path(self.points[0].config.output_root)
+        outputs = Path(self.plans[0].config.output_root)
         written = []
         for table in self._tables([x for x in runs if x.status != NOT_STARTED]):
             say(f"\n# {table.title}\n\n{table.markdown(is_short=True)}")
@@ -134,7 +134,7 @@ class Sweep:
             if table.counted.runs:
                 yield table
         if not self.parts and any(run.status != "unusable" for run in begun):
-            yield sweep_table(self.points, begun)
+            yield sweep_table(self.plans, begun)
 
     def listing(self) -> str:
         """Returns a line for each run, what has become of it and its folder, and their number.
@@ -144,22 +144,22 @@ class Sweep:
         self.check_folders()
         lines = []
         counts = Counter[str]()
-        for task, point in enumerate(self.points):
-            run = run_of(point)
-            lines.append(f"{task}: {point.label} {run.status_text}: {run.path}")
+        for task, plan in enumerate(self.plans):
+            run = run_of(plan)
+            lines.append(f"{task}: {plan.label} {run.status_text}: {run.path}")
             counts[run.status] += 1
         total = "1 run" if len(lines) == 1 else f"{len(lines)} runs"
         return "\n".join([*lines, f"{total}: {counts_text(dict(counts.most_common()))}"])
 
 
-def run_of(point: Point) -> "Run":
-    """Returns what has become of a point; its folder may also hold another run."""
+def run_of(plan: RunPlan) -> "Run":
+    """Returns what has become of a planned run; its folder may also hold another run."""
     from reproduction.studies.runs import Run, read_run
 
-    folder = point.folder
+    folder = plan.folder
     if folder.is_run():
         run = read_run(folder)
-        is_ours = (run.row_hash, run.seed) == (row_hash(point.config), point.config.seed)
+        is_ours = (run.row_hash, run.seed) == (row_hash(plan.config), plan.config.seed)
         if is_ours or run.status == "unusable":
             return run
     return Run(path=folder.path, status=NOT_STARTED, status_text=NOT_STARTED)
@@ -168,25 +168,25 @@ def run_of(point: Point) -> "Run":
 # --- checks -------------------------------------------------------------------------------------
 
 
-def check_here(points: Sequence[Point]) -> None:
+def check_here(plans: Sequence[RunPlan]) -> None:
     """Raises UserError if this machine cannot train one of these runs."""
     if not is_first_rank():
         return
     checked = set()
-    for point in points:
-        check_same(point)
-        metrics = str(point.config.recipe.metrics), str(point.config.recipe.metrics_options)
-        setting = row_hash(point.config), *metrics  # those that differ in the seed: once
-        if setting not in checked and not point.folder.is_finished():
-            check_machine(point.config)
+    for plan in plans:
+        check_same(plan)
+        metrics = str(plan.config.recipe.metrics), str(plan.config.recipe.metrics_options)
+        setting = row_hash(plan.config), *metrics  # those that differ in the seed: once
+        if setting not in checked and not plan.folder.is_finished():
+            check_machine(plan.config)
         checked.add(setting)
 
 
-def check_same(point: Point) -> None:
+def check_same(plan: RunPlan) -> None:
     """Checks that what has begun in the folder is of the same data and code."""
     from reproduction.data.sources import opened, record  # imports torch
 
-    config, folder = point.config, point.folder
+    config, folder = plan.config, plan.folder
     summary = folder.read_summary()
     if summary.get("data"):
         folder.check_same("data", record(opened(config.dataset), config.model.weights))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.doors import SMALL, Run, evaluate, eventually, started, train
+from tests.programs import SMALL, Run, evaluate, eventually, started, train
 
 
 @pytest.mark.slow

@@ -29,7 +29,6 @@ from reproduction.training.graph import WARM_UP
 from reproduction.training.metrics import not_finite
 from reproduction.training.ranks import join_world
 from reproduction.training.stop import ending
-from tests.doors import PLACES
 from tests.gpu.cases import (
     ALL,
     AVERAGE,
@@ -56,6 +55,7 @@ from tests.gpu.cases import (
 )
 from tests.gpu.conftest import device_of
 from tests.poison import KINDS, Poison
+from tests.programs import PLACES
 from tests.rehearsal import rehearsed
 
 WAYS = ("false", "true", "cuda-graph")  # values of `compile`

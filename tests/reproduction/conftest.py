@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.doors import SMALL, Run, trained
+from tests.programs import SMALL, Run, trained
 
 
 @pytest.fixture(scope="session")

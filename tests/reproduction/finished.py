@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from tests.doors import Run
+from tests.programs import Run
 
 
 def write(

@@ -8,7 +8,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from tests.doors import CCT
+from tests.programs import CCT
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 import yaml
 
-from tests import doors
-from tests.doors import (
+from tests import programs
+from tests.images import write_images
+from tests.programs import (
     ROOT,
     SHORT,
     SMALL,
@@ -25,7 +26,6 @@ from tests.doors import (
     train,
     trained,
 )
-from tests.images import write_images
 
 TABLE: dict[str, dict[str, str]] = yaml.safe_load(
     Path(__file__).with_name("bad_input.yaml").read_text()
@@ -46,7 +46,7 @@ def write_files() -> None:
     Path("lines.jsonl").write_text("{}\n{}\n")
     Path("noise.pt").write_bytes(bytes(range(256)))
     torch.save({"weight": torch.ones(2)}, "other.pt")
-    config, _ = doors.dry("name=good", "output_root=runs")
+    config, _ = programs.dry("name=good", "output_root=runs")
     for name, change in CONFIGS.items():
         folder = Path("runs", name, "checkpoints")
         folder.mkdir(parents=True)
@@ -79,7 +79,7 @@ def test_a_mistake_is_refused_in_one_line_that_names_it(
         if words[0].endswith(".py"):
             program = words.pop(0)
         before = snapshot()
-        result = doors.run(program, words)
+        result = programs.run(program, words)
         assert_refused(result, named)
         line = result.err.removesuffix("\n")
         assert line.startswith(f"{Path(program).name}: "), command

@@ -8,7 +8,7 @@ import pytest
 
 from reproduction.errors import UserError
 from reproduction.training.trial import check_capture
-from tests.doors import (
+from tests.programs import (
     SMALL,
     Run,
     Words,

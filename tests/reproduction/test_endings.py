@@ -20,7 +20,9 @@ from torch import inf, nan
 
 from reproduction.errors import PlainError
 from reproduction.training.ranks import World
-from tests.doors import (
+from tests.images import OWN, disturbed
+from tests.poison import KINDS
+from tests.programs import (
     SHORT,
     SMALL,
     TORCHRUN,
@@ -38,8 +40,6 @@ from tests.doors import (
     train,
     trained,
 )
-from tests.images import OWN, disturbed
-from tests.poison import KINDS
 from tokenmixup import TokenMixup
 
 ONE = (SMALL, "recipe.epochs=1", "name=mine")

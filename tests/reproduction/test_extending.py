@@ -11,7 +11,9 @@ import torch
 import yaml
 from safetensors import safe_open
 
-from tests.doors import (
+from tests.images import OWN, disturbed
+from tests.pages import codes
+from tests.programs import (
     ROOT,
     SMALL,
     Run,
@@ -28,8 +30,6 @@ from tests.doors import (
     trained,
     words_of,
 )
-from tests.images import OWN, disturbed
-from tests.pages import codes
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 FILES = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL))

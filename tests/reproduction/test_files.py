@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from reproduction import errors, machine
-from tests.doors import SMALL, Run, assert_succeeded, ended, started, train, trained
+from tests.programs import SMALL, Run, assert_succeeded, ended, started, train, trained
 
 ONE = (SMALL, "name=mine", "resume=auto")
 

@@ -15,7 +15,8 @@ from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
 
 from reproduction.data import halves
-from tests.doors import (
+from tests.images import write_cifar, write_images
+from tests.programs import (
     Run,
     assert_refused,
     assert_succeeded,
@@ -27,7 +28,6 @@ from tests.doors import (
     trained,
     words_of,
 )
-from tests.images import write_cifar, write_images
 
 TINY = words_of("""
     model.image_size=32 model.embed_dim=16 recipe.epochs=1 recipe.batch_size=4

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from tests.doors import as_recorded, trained, words_of
+from tests.programs import as_recorded, trained, words_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 RECORDED_BY = "2.15."

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.doors import (
+from tests.programs import (
     SMALL,
     Run,
     assert_succeeded,
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("here")
 SHOWN = {  # command -> what it prints
     "--help": "precision: float32",
     "--hydra-help": "Hydra (1.3",
-    "--cfg hydra": "hydra_plugins.checked.PointSweeper",
+    "--cfg hydra": "hydra_plugins.checked.GridSweeper",
     "--cfg job --resolve": "    layer: 1",
     "--info defaults": "augmentation/htm",
     "-sc install=bash": "complete",
@@ -66,7 +66,7 @@ def test_a_sweep_removes_no_empty_folder_of_the_user():
 
 
 @pytest.mark.parametrize(
-    ("typed", "option"), [("model=cct_2", "model=cct_2_3x2"), ("hydra/sweeper=po", "points")]
+    ("typed", "option"), [("model=cct_2", "model=cct_2_3x2"), ("hydra/sweeper=gr", "grid")]
 )
 def test_the_shell_completes(typed: str, option: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COMP_LINE", f"python train.py {typed}")

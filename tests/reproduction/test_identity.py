@@ -14,7 +14,8 @@ import yaml
 
 from reproduction.config import DATA, HTM_RULES, LOSS, MODEL, OPTIMIZER
 from reproduction.training import run as training
-from tests.doors import (
+from tests.images import OWN, disturbed, write_images
+from tests.programs import (
     ROOT,
     SHORT,
     SMALL,
@@ -34,7 +35,6 @@ from tests.doors import (
     trained,
     words_of,
 )
-from tests.images import OWN, disturbed, write_images
 from tokenmixup import HTM, VTM, ManifoldMixup
 
 STACK = "augmentation=[mixup,cutmix,manifold_mixup,htm,vtm]"

@@ -19,7 +19,8 @@ from reproduction.data.halves import Half
 from reproduction.data.inputs import Mixed, TrainingInputs
 from reproduction.data.loaders import TrainingBatches, build_training_images
 from reproduction.data.seeding import Purpose, seed_device, seeded
-from tests.doors import (
+from tests.images import OWN, reads, recorded
+from tests.programs import (
     SHORT,
     Run,
     Words,
@@ -31,7 +32,6 @@ from tests.doors import (
     trained,
     words_of,
 )
-from tests.images import OWN, reads, recorded
 
 CPU = torch.device("cpu")
 UNSCALED = ("dataset.mean=[0,0,0]", "dataset.std=[1,1,1]")

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from reproduction.compose import planned_point
+from reproduction.compose import plan_run
 from reproduction.jobs import objective
-from tests.doors import (
+from tests.images import OWN, disturbed
+from tests.pages import codes
+from tests.programs import (
     PATIENCE,
     ROOT,
     SHORT,
@@ -28,8 +30,6 @@ from tests.doors import (
     trained,
     words_of,
 )
-from tests.images import OWN, disturbed
-from tests.pages import codes
 
 ONE = (SMALL, "recipe.epochs=1")
 MINE = (OWN, SHORT)
@@ -212,7 +212,7 @@ def test_an_interrupted_sweep_goes_on_with_the_same_command(here: Path):
 
 def test_a_sweeper_chooses_by_the_last_epoch(here: Path):
     first, last = trained(SMALL).epochs
-    point = planned_point([*SMALL, "name=mine"])
+    point = plan_run([*SMALL, "name=mine"])
     assert objective(point, "eval_loss") == last["eval_loss"] != first["eval_loss"]
     assert objective(point, "val_loss") is None
 

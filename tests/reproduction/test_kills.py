@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.doors import (
+from tests.programs import (
     TORCHRUN,
     Run,
     assert_succeeded,

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.doors import (
+from tests.images import OWN, disturbed
+from tests.programs import (
     SHORT,
     Run,
     assert_refused,
@@ -23,7 +24,6 @@ from tests.doors import (
     train,
     trained,
 )
-from tests.images import OWN, disturbed
 from tests.reproduction.wandb_service import Service, serving
 
 KEY = "0123456789abcdef0123456789abcdef01234567"

@@ -11,7 +11,7 @@ import yaml
 from timm.layers import DropPath, PatchDropout
 from torch import nn
 
-from tests.doors import (
+from tests.programs import (
     ROOT,
     Words,
     initial_model,

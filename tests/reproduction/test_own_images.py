@@ -17,7 +17,9 @@ from torchvision.datasets import DatasetFolder
 
 from reproduction.data import halves
 from reproduction.data.sources import opened
-from tests.doors import (
+from tests.images import OWN, digits, disturbed, reads, recorded, write_images
+from tests.pages import codes, section
+from tests.programs import (
     ROOT,
     SHORT,
     SMALL,
@@ -37,8 +39,6 @@ from tests.doors import (
     trained,
     words_of,
 )
-from tests.images import OWN, digits, disturbed, reads, recorded, write_images
-from tests.pages import codes, section
 
 HERE = "tests.reproduction.test_own_images"
 PIXELS = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3), dtype=np.uint8)

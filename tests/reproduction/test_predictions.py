@@ -14,7 +14,9 @@ from PIL import Image
 from sklearn.metrics import confusion_matrix
 from timm.data import create_transform
 
-from tests.doors import (
+from tests.images import OWN, SOURCE, write_images
+from tests.pages import codes, section
+from tests.programs import (
     ROOT,
     SHORT,
     SMALL,
@@ -30,8 +32,6 @@ from tests.doors import (
     trained,
     words_of,
 )
-from tests.images import OWN, SOURCE, write_images
-from tests.pages import codes, section
 
 CLASSES = ["ant", "bee", "cat", "dog", "elk", "fox", "gnu"]
 DIGITS = [str(digit) for digit in range(10)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from reproduction.models.names import convert_names
-from tests.doors import as_recorded
+from tests.programs import as_recorded
 from tests.reproduction.recorded import Recorded
 from tokenmixup import Output, TokenMixup, attach, training_loss
 

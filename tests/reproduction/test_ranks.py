@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.doors import (
+from tests.images import OWN, SOURCE, disturbed, reads, recorded
+from tests.poison import KINDS
+from tests.programs import (
     TORCHRUN,
     Run,
     assert_refused,
@@ -26,8 +28,6 @@ from tests.doors import (
     trained,
     words_of,
 )
-from tests.images import OWN, SOURCE, disturbed, reads, recorded
-from tests.poison import KINDS
 
 # Only the order of the images is random, so that one and two ranks see the same inputs.
 STILL = words_of("""

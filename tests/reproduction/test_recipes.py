@@ -8,8 +8,8 @@ from reproduction.config import CONF_DIR, ROOT
 from reproduction.errors import as_typed
 from reproduction.identity import changes_result, flat
 from reproduction.studies.published import results_page
-from tests.doors import Words, cells, dry, words_of
 from tests.pages import section
+from tests.programs import Words, cells, dry, words_of
 
 DOCS = ROOT / "docs"
 # Besides where and how a run is made, which `changes_result` leaves out.

@@ -13,7 +13,8 @@ from PIL import Image
 
 from reproduction.identity import run_hash
 from reproduction.reporting.drawing import draw_mixed_samples
-from tests.doors import (
+from tests.images import write_images
+from tests.programs import (
     ROOT,
     SHORT,
     SMALL,
@@ -27,7 +28,6 @@ from tests.doors import (
     trained,
     words_of,
 )
-from tests.images import write_images
 from tests.reproduction.finished import write
 
 pytestmark = pytest.mark.usefixtures("here")

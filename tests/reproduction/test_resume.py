@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from tests.conftest import settled
-from tests.doors import (
+from tests.images import OWN, SOURCE, disturbed
+from tests.programs import (
     SHORT,
     Run,
     Words,
@@ -37,7 +38,6 @@ from tests.doors import (
     trained,
     words_of,
 )
-from tests.images import OWN, SOURCE, disturbed
 from tokenmixup.assignment import Diverged
 
 # Everything that has a state: 3 epochs of 3 batches of 19, in micro-batches of 7 or 6.

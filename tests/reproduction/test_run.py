@@ -15,8 +15,10 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-from tests import doors
-from tests.doors import (
+from tests import programs
+from tests.images import OWN, SOURCE, disturbed, write_images
+from tests.pages import section
+from tests.programs import (
     ROOT,
     SHORT,
     SMALL,
@@ -36,8 +38,6 @@ from tests.doors import (
     trained,
     words_of,
 )
-from tests.images import OWN, SOURCE, disturbed, write_images
-from tests.pages import section
 
 STEP_KEYS = set(
     words_of("""
@@ -359,7 +359,7 @@ def test_the_documented_commands_fine_tune_a_pretrained_vit(here: Path):
     assert {program for program, _ in commands} >= {"train.py", "eval.py"}
     for program, line in commands:
         more = small if program == "train.py" else ()
-        assert_succeeded(doors.run(program, shlex.split(line), more))
+        assert_succeeded(programs.run(program, shlex.split(line), more))
     tuned = timm.create_model(
         "test_vit", num_classes=3, img_size=32, checkpoint_path="mine.safetensors"
     )

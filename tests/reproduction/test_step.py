@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.doors import (
+from tests.images import OWN, SOURCE
+from tests.programs import (
     SHORT,
     SMALL_VIT,
     Run,
@@ -23,7 +24,6 @@ from tests.doors import (
     trained,
     words_of,
 )
-from tests.images import OWN, SOURCE
 
 PLAIN = words_of("""
     model.attn_drop=0 model.drop_path=0 recipe.label_smoothing=0 model.embed_dim=16

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from tests.doors import (
+from tests.programs import (
     ROOT,
     Run,
     Words,

@@ -13,10 +13,10 @@ import pytest
 import yaml
 from hydra._internal.utils import get_args_parser
 
-from reproduction.compose import planned_point
+from reproduction.compose import plan_run
 from reproduction.errors import PlainError, UserError
 from reproduction.sweep import Sweep, run_of
-from tests.doors import (
+from tests.programs import (
     ROOT,
     SMALL,
     Run,
@@ -156,7 +156,7 @@ def test_a_study_that_changes_while_it_runs_is_the_one_that_began(monkeypatch: A
 def test_a_folder_with_the_run_of_another_seed_is_not_the_points(model: Run):
     write(model, "mine", {}, seed=1)
     words = [*SMALL, "augmentation=[htm]", "recipe.max_steps=1", "name=mine"]
-    found = [run_of(planned_point([*words, f"seed={seed}"])).status for seed in (0, 1)]
+    found = [run_of(plan_run([*words, f"seed={seed}"])).status for seed in (0, 1)]
     assert found == ["not started", "finished"]
 
 

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.doors import Run, assert_succeeded, cells, report_name, script
+from tests.programs import Run, assert_succeeded, cells, report_name, script
 from tests.reproduction.finished import write
 
 TAU = "augmentation.htm.tau"

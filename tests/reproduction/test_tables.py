@@ -19,7 +19,7 @@ from scipy.stats import ttest_1samp
 from reproduction.studies import runs as studies
 from reproduction.studies.study import planned
 from reproduction.studies.tables import study_table, table_of
-from tests.doors import (
+from tests.programs import (
     SMALL,
     Run,
     assert_refused,

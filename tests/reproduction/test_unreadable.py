@@ -6,7 +6,8 @@ import pytest
 
 from reproduction.data import halves
 from reproduction.data.sources import opened
-from tests.doors import (
+from tests.images import OWN, SOURCE, unreadable, write_images
+from tests.programs import (
     SHORT,
     assert_refused,
     assert_succeeded,
@@ -16,7 +17,6 @@ from tests.doors import (
     trained,
     words_of,
 )
-from tests.images import OWN, SOURCE, unreadable, write_images
 
 IMAGES = (OWN, "+dataset.options.train=100", SHORT)
 FOLDER = (

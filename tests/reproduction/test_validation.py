@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from tests.doors import (
+from tests.images import OWN, SOURCE, digits, disturbed, reads, recorded, write_images
+from tests.programs import (
     SHORT,
     Run,
     assert_refused,
@@ -17,7 +18,6 @@ from tests.doors import (
     trained,
     words_of,
 )
-from tests.images import OWN, SOURCE, digits, disturbed, reads, recorded, write_images
 
 TEST_KEYS = {"top1_last", "top5_last", "top1_selected", "top5_selected"}
 VALIDATION_KEYS = {"val_top1_last", "val_top1_selected", "selected_epoch"}

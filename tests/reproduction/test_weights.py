@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from tests.doors import (
+from tests.programs import (
     SMALL,
     Run,
     Words,

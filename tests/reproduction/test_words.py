@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doors import (
+from tests.programs import (
     SMALL,
     assert_succeeded,
     config_of,

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.doors import (
+from tests.pages import codes
+from tests.programs import (
     ROOT,
     SMALL,
     Run,
@@ -23,7 +24,6 @@ from tests.doors import (
     statuses,
     trained,
 )
-from tests.pages import codes
 
 pytestmark = pytest.mark.usefixtures("here")
 

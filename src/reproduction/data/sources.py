@@ -29,9 +29,9 @@ from torchvision.datasets.utils import check_integrity
 from reproduction.config import DATA, Dataset
 from reproduction.data.halves import Data, Half, Items
 from reproduction.data.images import ENDINGS, is_hidden, read
-from reproduction.door import Refused
 from reproduction.errors import PlainError, UserError, as_typed, few, first_line, hide_warnings
 from reproduction.files import lack_behind
+from reproduction.function_keys import Refused
 
 HELD_OUT_DIGITS = 360  # of 1,797, stratified
 
@@ -78,7 +78,7 @@ class Asked:
         return cls(dataset.source, dataset.root, repr(options), options)
 
     @property
-    def word(self) -> str:
+    def override(self) -> str:
         """What is probably wrong, if anything is; of code from elsewhere, its own."""
         if DATA.is_own(self.source):
             return ""
@@ -89,16 +89,16 @@ class Asked:
 
 @lru_cache(maxsize=1)
 def _call_source(asked: Asked) -> Data:
-    """Calls the function of a data set; the last result serves all points of a sweep."""
+    """Calls the function of a data set; the last result is for all runs of a sweep."""
     function = _prepared(asked)
-    with DATA.refusing(asked.source, asked.word):
+    with DATA.refusing(asked.source, asked.override):
         return _labelled([*function()])
 
 
 def _prepared(asked: Asked) -> Callable[[], Any]:
     """Returns the function of a data set with its arguments."""
     source, root, options = asked.source, asked.root, asked.options
-    with DATA.refusing(source, asked.word):
+    with DATA.refusing(source, asked.override):
         if root is None:
             return DATA.prepared(source, options)
         try:
@@ -206,20 +206,20 @@ def _with_validation(data: Data, ratio: float, seed: int) -> Data:
     from sklearn.model_selection import train_test_split  # takes a second to import
 
     half = data.train
-    word = f"dataset.validation={ratio}"
+    override = f"dataset.validation={ratio}"
     if data.validation is not None:
-        raise UserError(f"{word}: the data set has images for validation, allowed is 0")
+        raise UserError(f"{override}: the data set has images for validation, allowed is 0")
     try:
         kept, apart = train_test_split(
             np.arange(len(half)), test_size=ratio, stratify=half.targets, random_state=seed
         )
     except ValueError as error:
-        raise UserError(f"{word}: {error}") from error
+        raise UserError(f"{override}: {error}") from error
     train = half.take(sorted(kept.tolist()))
     validation = half.take(sorted(apart.tolist()))
     lost = {*half.targets} - {*train.targets}
     if lost:
-        raise UserError(f"{word}: leaves class {data.classes[min(lost)]} no training image")
+        raise UserError(f"{override}: leaves class {data.classes[min(lost)]} no training image")
     return data._replace(train=train, validation=validation)
 
 

@@ -21,8 +21,8 @@ from reproduction.config import (
     Own,
     ViT,
 )
-from reproduction.door import Refused, placed
 from reproduction.errors import UserError, first_line
+from reproduction.function_keys import Refused, placed
 from reproduction.identity import own_code
 from reproduction.machine import keep_freed_memory
 from reproduction.models.cct import CCT
@@ -76,8 +76,8 @@ def build_with_adapter(config: AnyModel, num_classes: int) -> tuple[nn.Module, A
     try:
         return build(**arguments), None
     except Exception as error:  # constructors, layers and the hub raise many types
-        words = [f"model.{key}={arguments[key]}" for key in REFUSED if arguments.get(key)]
-        raise UserError(f"{' '.join(words)}: {first_line(error)}") from error
+        overrides = [f"model.{key}={arguments[key]}" for key in REFUSED if arguments.get(key)]
+        raise UserError(f"{' '.join(overrides)}: {first_line(error)}") from error
 
 
 def constructor(config: AnyModel, num_classes: int) -> tuple[Builder, dict[str, Any]]:
@@ -138,12 +138,12 @@ def load_initial_weights(config: AnyModel, model: nn.Module) -> str | None:
 def htm_of(config: HTMByName) -> HTM:
     """Returns the library's settings, with functions in place of their paths."""
     settings = {x.name: getattr(config, x.name) for x in dataclasses.fields(HTM)}
-    for name, door in HTM_RULES.items():
+    for name, function_key in HTM_RULES.items():
         options = getattr(config, f"{name}_options")
-        if settings[name] not in door.ours:
-            settings[name] = door.made(settings[name], options)
+        if settings[name] not in function_key.ours:
+            settings[name] = function_key.made(settings[name], options)
         elif options:
-            raise UserError(f"{door.key}_options={options}: {settings[name]} takes none")
+            raise UserError(f"{function_key.key}_options={options}: {settings[name]} takes none")
     return HTM(**settings)
 
 
@@ -182,20 +182,22 @@ def try_pass(config: Config, num_classes: int) -> tuple[TokenMixup, Output]:
     pass refuses, such as `vtm.kappa` above the number of tokens, and for any error with that code.
     """
     model = config.model
-    words = []
-    for door, path in own_code(config):
-        if door.role in ("model", "tokens"):
-            words.append(door.word(path))
-    with torch.device("cpu" if words else "meta"):
+    overrides = []
+    for function_key, path in own_code(config):
+        if function_key.role in ("model", "tokens"):
+            overrides.append(function_key.override(path))
+    with torch.device("cpu" if overrides else "meta"):
         module = build_module(model, config.augmentation, num_classes)
         images = torch.randn(2, 3, model.image_size, model.image_size)
         try:
             output = module(images, torch.full((2, num_classes), 1 / num_classes))
         except Exception as error:
-            if not words and not isinstance(error, ValueError | RuntimeError):
+            if not overrides and not isinstance(error, ValueError | RuntimeError):
                 raise  # else of the settings, or of shapes
-            told = placed(error) if words else f"{error}{advice_for(model, config.augmentation)}"
-            named = " ".join([f"model={model.name}", *words])
+            told = (
+                placed(error) if overrides else f"{error}{advice_for(model, config.augmentation)}"
+            )
+            named = " ".join([f"model={model.name}", *overrides])
             raise UserError(f"{named}: {told}") from error
     load_initial_weights(model, module.model)
     return module, output

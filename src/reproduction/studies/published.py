@@ -96,8 +96,8 @@ def _section(path: Path, study: Study) -> Iterator[str]:
 def publish(run: Path, file: Path) -> Path:
     """Adds the line of a finished run of a study to its .jsonl, in place of one of the same run."""
     folder = RunFolder(run.resolve())
-    _, points = part_of(str(file), read(file))
-    rows = {run_hash(point.config): point.config for point in points}
+    _, plans = part_of(str(file), read(file))
+    rows = {run_hash(plan.config): plan.config for plan in plans}
     own_hash = run_hash(folder.read_config())
     row = rows.get(own_hash)
     if row is None or not folder.is_finished():

@@ -16,12 +16,12 @@ from omegaconf import OmegaConf
 from pydantic import BeforeValidator, Field
 
 from reproduction.compose import (
-    Point,
+    RunPlan,
     compose,
     expand,
     last_part,
-    planned_point,
-    word_of,
+    override_of,
+    plan_run,
 )
 from reproduction.config import (
     CONF_DIR,
@@ -139,9 +139,11 @@ class Study:
 
     def __post_init__(self) -> None:
         for name, row in self.rows.items():
-            for word in map(word_of, self.overrides + row.overrides):
-                if word.key in OWN_KEYS:
-                    raise ValueError(f"rows.{name}: {word.text}: a study must not set {word.key}")
+            for override in map(override_of, self.overrides + row.overrides):
+                if override.key in OWN_KEYS:
+                    raise ValueError(
+                        f"rows.{name}: {override.text}: a study must not set {override.key}"
+                    )
             others = [other for other in self.rows if other != name]
             if row.against is not None and row.against not in others:
                 allowed = ", ".join(others) or "left out, as there is no other row"
@@ -192,7 +194,7 @@ class Cell:
     row: str  # its name in the study
     name: str  # its own, which tells the values of a sweep
     told: StudyRow
-    words: list[str]
+    overrides: list[str]
     values: Mapping[str, Any]  # by key, of a row that is a sweep
 
     @property
@@ -211,12 +213,14 @@ class Cell:
 def cells(name: str, study: Study) -> list[Cell]:
     """Returns what is trained of a study, which was typed by this name."""
     expanded = {row: expand(study.overrides + study.rows[row].overrides) for row in study.rows}
-    num_sweeps = sum(len(points) > 1 for points in expanded.values())
+    num_sweeps = sum(len(plans) > 1 for plans in expanded.values())
     found = []
-    for row, points in expanded.items():
-        differ = [len({*words}) > 1 for words in zip(*points, strict=True)]
-        for words in points:
-            swept = [word for word, differs in zip(words, differ, strict=True) if differs]
+    for row, plans in expanded.items():
+        differ = [len({*overrides}) > 1 for overrides in zip(*plans, strict=True)]
+        for overrides in plans:
+            swept = [
+                override for override, differs in zip(overrides, differ, strict=True) if differs
+            ]
             parts = swept_texts(swept)
             if not swept or num_sweeps > 1:
                 parts.insert(0, row)
@@ -225,18 +229,18 @@ def cells(name: str, study: Study) -> list[Cell]:
                 row=row,
                 name=",".join(parts),
                 told=study.rows[row],
-                words=words,
-                values={word.key: word.value for word in map(word_of, swept)},
+                overrides=overrides,
+                values={override.key: override.value for override in map(override_of, swept)},
             )
             found.append(cell)
     return found
 
 
-def swept_texts(words: Sequence[str]) -> list[str]:
-    """Returns swept words by the short names of their keys."""
-    read = [*map(word_of, words)]
-    names = short_names([word.key for word in read])
-    return [f"{name}={word.typed}" for name, word in zip(names, read, strict=True)]
+def swept_texts(overrides: Sequence[str]) -> list[str]:
+    """Returns swept overrides by the short names of their keys."""
+    read = [*map(override_of, overrides)]
+    names = short_names([override.key for override in read])
+    return [f"{name}={override.typed}" for name, override in zip(names, read, strict=True)]
 
 
 def short_names(keys: Sequence[str]) -> list[str]:
@@ -250,7 +254,7 @@ def short_names(keys: Sequence[str]) -> list[str]:
 def comparisons(name: str, trained: Sequence[Cell]) -> dict[str, str]:
     """Returns the label of the cell that each one is compared with, by its own label.
 
-    A row is compared with one that is no sweep, or with the point of the same values of a sweep.
+    A row is compared with one that is no sweep, or with the plan of the same values of a sweep.
     UserError for a comparison that cannot be made.
     """
     pairs = {}
@@ -328,28 +332,28 @@ class Part:
         """Says what distinguishes the runs from those that the study names, with a warning."""
         if not self.changes:
             return []
-        texts = ", ".join(f"`{word}`" for word in self.changes)
+        texts = ", ".join(f"`{override}`" for override in self.changes)
         return [WARNING, f"With {texts}; seeds {', '.join(map(str, self.seeds))}."]
 
 
 def planned(
     name: str, seeds: int | None, scale: str, more: Sequence[str]
-) -> tuple[list[Point], list[Part]]:
+) -> tuple[list[RunPlan], list[Part]]:
     """Returns all runs of the studies of a name, seed by seed, and the studies.
 
     Rows of the same configuration share a run. UserError for an override of all rows that sets
     what one of them is about.
     """
-    points: dict[str, Point] = {}
+    plans: dict[str, RunPlan] = {}
     parts = []
     for study_name, study in studies(name).items():
         has_all_rows = name in ("all", study_name)
         part, runs = part_of(study_name, study, seeds, scale, more, has_all_rows)
         parts.append(part)
-        for point in runs:
-            points.setdefault(run_hash(point.config), point)
-    by_seed = sorted(points.values(), key=lambda point: point.config.seed)
-    return [point.placed(number) for number, point in enumerate(by_seed)], parts
+        for plan in runs:
+            plans.setdefault(run_hash(plan.config), plan)
+    by_seed = sorted(plans.values(), key=lambda plan: plan.config.seed)
+    return [plan.placed(number) for number, plan in enumerate(by_seed)], parts
 
 
 def part_of(
@@ -359,7 +363,7 @@ def part_of(
     scale: str = FULL,
     more: Sequence[str] = (),
     has_all_rows: bool = True,
-) -> tuple[Part, list[Point]]:
+) -> tuple[Part, list[RunPlan]]:
     """Returns a study with all its runs."""
     check_overrides(study, more)
     trained = cells(name, study)
@@ -368,20 +372,20 @@ def part_of(
         raise UserError(f"{name}: rows: {number} of them are called {called}")
     pairs = comparisons(name, trained)
     chosen = seeds_of(study, seeds, scale)
-    points = []
+    plans = []
     configs = {}
     for cell in trained:
-        words = words_of(cell, study, scale, more)
-        of_cell = [planned_point([*words, f"seed={x}", "resume=auto"], cell.label) for x in chosen]
+        overrides = overrides_of_cell(cell, study, scale, more)
+        of_cell = [plan_run([*overrides, f"seed={x}", "resume=auto"], cell.label) for x in chosen]
         configs[cell.label] = of_cell[0].config
-        points += of_cell
+        plans += of_cell
     if study.tested is not None and study.tested not in OUTCOMES:
         metric = study.tested.measure
         without = [label for label, x in configs.items() if metric not in x.recipe.metrics]
         if without:
             reason = f"{without[0]} has no recipe.metrics.{metric}=package.module:factory"
             raise UserError(f"tested={study.tested.name}: {reason}")
-    changes = [word for word in more if changes_result(word_of(word).key)]
+    changes = [override for override in more if changes_result(override_of(override).key)]
     if changes:
         check_rows(trained, study, scale, configs, changes)
     shown = study
@@ -403,7 +407,7 @@ def part_of(
         seeds=chosen,
         changes=changes,
     )
-    return part, points
+    return part, plans
 
 
 def unprinted(study: Study) -> Study:
@@ -428,23 +432,25 @@ def seeds_of(study: Study, seeds: int | None, scale: str) -> list[int]:
     return [*range(study.first_seed, study.first_seed + count)]
 
 
-def words_of(cell: Cell, study: Study, scale: str, more: Sequence[str]) -> list[str]:
-    """Returns the words of a cell at a scale. The last word for a key counts."""
-    words = [*cell.words]
+def overrides_of_cell(cell: Cell, study: Study, scale: str, more: Sequence[str]) -> list[str]:
+    """Returns the overrides of a cell at a scale. The last override for a key counts."""
+    overrides = [*cell.overrides]
     if scale == SMOKE:
-        words += [*SHORT, *study.smoke]
-        if compose([*words, *more]).augmentation.htm is not None:
-            words += MIXING
-    return [*words, *more]
+        overrides += [*SHORT, *study.smoke]
+        if compose([*overrides, *more]).augmentation.htm is not None:
+            overrides += MIXING
+    return [*overrides, *more]
 
 
 def check_overrides(study: Study, more: Sequence[str]) -> None:
     """Raises UserError for an override of all rows that sets a key of one of them."""
-    for word in more:
+    for override in more:
         for name, row in study.rows.items():
             for own in row.overrides:
-                if overlap(word_of(word).key, word_of(own).key):
-                    raise UserError(f"{word}: rows.{name} sets {own}, so it cannot be for all rows")
+                if overlap(override_of(override).key, override_of(own).key):
+                    raise UserError(
+                        f"{override}: rows.{name} sets {own}, so it cannot be for all rows"
+                    )
 
 
 def overlap(key: str, other: str) -> bool:
@@ -468,7 +474,7 @@ def check_rows(
     for cell, other in combinations(trained, 2):
         if row_hash(configs[cell.label]) != row_hash(configs[other.label]):
             continue
-        ours, theirs = (compose(words_of(x, study, scale, [])) for x in (cell, other))
+        ours, theirs = (compose(overrides_of_cell(x, study, scale, [])) for x in (cell, other))
         if row_hash(ours) != row_hash(theirs):
-            words = " ".join(changes)
-            raise UserError(f"{words}: makes one run of {cell.label} and {other.label}")
+            overrides = " ".join(changes)
+            raise UserError(f"{overrides}: makes one run of {cell.label} and {other.label}")

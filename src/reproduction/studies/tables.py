@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import pandas as pd
 
-from reproduction.compose import Point, last_part, shared_words, word_of
+from reproduction.compose import RunPlan, last_part, override_of, shared_overrides
 from reproduction.config import LONGEST_NAME
 from reproduction.errors import UserError, as_typed
 from reproduction.files import cut, write_text
@@ -424,15 +424,15 @@ def runs_table(runs: Sequence[Run], against: str | None = None) -> Table:
     return _by_settings({run.row_hash: run.settings for run in usable}, runs, against)
 
 
-def sweep_table(points: Sequence[Point], runs: Sequence[Run]) -> Table:
+def sweep_table(plans: Sequence[RunPlan], runs: Sequence[Run]) -> Table:
     """Returns the table of a sweep, whose files are named after the keys and all of its runs."""
-    table = _by_settings({row_hash(x.config): row_settings(x.config) for x in points}, runs)
-    words = ", ".join(f"`{word}`" for word in shared_words(points)) or "the defaults"
+    table = _by_settings({row_hash(x.config): row_settings(x.config) for x in plans}, runs)
+    overrides = ", ".join(f"`{override}`" for override in shared_overrides(plans)) or "the defaults"
     keys = ", ".join(f"`{name}`" for name in table.keys) or "seeds"
-    seeds = ", ".join(map(str, sorted({point.config.seed for point in points})))
+    seeds = ", ".join(map(str, sorted({plan.config.seed for plan in plans})))
     stem = "-".join(map(last_part, table.keys)) or "seeds"
-    tail = f"-{digest(sorted(run_hash(point.config) for point in points))}"
-    about = f"A sweep over {keys}, with {words}; seeds {seeds}."
+    tail = f"-{digest(sorted(run_hash(plan.config) for plan in plans))}"
+    about = f"A sweep over {keys}, with {overrides}; seeds {seeds}."
     return replace(table, name=cut(stem, LONGEST_NAME, tail), about=[about, *table.about])
 
 
@@ -506,7 +506,7 @@ def bases_of(settings: pd.DataFrame, against: str) -> dict[str, str | None]:
     """
     name, _, typed = against.partition("=")
     keys = [key for key in settings if f".{key}".endswith(f".{name}")]
-    text = as_typed(word_of(f"value={typed}").value)
+    text = as_typed(override_of(f"value={typed}").value)
     having = settings[settings[keys[0]] == text] if len(keys) == 1 else settings[:0]
     if len(having) in (0, len(settings)):
         each = [f"{key}={value}" for key in settings for value in settings[key].unique()]

@@ -11,7 +11,7 @@ from timm.optim import param_groups_weight_decay as groups_of
 from torch.optim import SGD, AdamW, Optimizer
 
 from reproduction.config import OPTIMIZER, Recipe
-from reproduction.door import Refused
+from reproduction.function_keys import Refused
 from tokenmixup import TokenMixup
 
 Groups = list[dict[str, Any]]

@@ -8,8 +8,8 @@ from reproduction.config import METRIC, Config, Recipe
 from reproduction.data import loaders
 from reproduction.data.inputs import build_training_inputs
 from reproduction.data.sources import opened
-from reproduction.door import Refused
 from reproduction.errors import PlainError, UserError
+from reproduction.function_keys import Refused
 from reproduction.identity import chosen_code
 from reproduction.models.build import try_pass
 from reproduction.training.evaluate import build_metrics, gathers
@@ -44,14 +44,16 @@ def check_capture(config: Config) -> None:
     """Raises UserError for a CUDA graph of code that cannot be captured, or does not say so."""
     if config.compile != "cuda-graph":
         return
-    for door, chosen in chosen_code(config):
-        refused = f"compile=cuda-graph {door.word(chosen)}: cannot be captured"
-        if door.role == "inputs":
+    for function_key, chosen in chosen_code(config):
+        refused = f"compile=cuda-graph {function_key.override(chosen)}: cannot be captured"
+        if function_key.role == "inputs":
             raise UserError(f"{refused}, as it draws on the host")
-        if door.role not in ("tokens", "step"):
+        if function_key.role not in ("tokens", "step"):
             continue
-        with door.refusing(chosen):
-            is_capturable = getattr(door.factory(chosen), "capturable", not door.is_own(chosen))
+        with function_key.refusing(chosen):
+            is_capturable = getattr(
+                function_key.factory(chosen), "capturable", not function_key.is_own(chosen)
+            )
         if not is_capturable:
             raise UserError(f"{refused}; code of your own can if it says `capturable = True`")
 

@@ -1,4 +1,4 @@
-"""The doors of the experiments: their programs by command lines, and the files of a run.
+"""The programs of the experiments by command lines, and the files of a run.
 
 The only file of the tests that knows how a program is started, how a run folder is read, and what
 the experiments call their parts. Programs run in this process, in the current folder: `train(...)`,
@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from reproduction import load_run  # noqa: F401
-from reproduction.compose import compose, with_words
+from reproduction.compose import compose, with_overrides
 from reproduction.config import ROOT, Config, validated
 from reproduction.identity import flat, run_hash  # noqa: F401
 from reproduction.models.build import (
@@ -442,7 +442,7 @@ def hash_of(raw: dict[str, Any]) -> str:
 
 def value_of(word: str) -> Any:
     """The value that a word of a command line gives to its key."""
-    (value,) = with_words({}, [word]).values()
+    (value,) = with_overrides({}, [word]).values()
     return value
 
 

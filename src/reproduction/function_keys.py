@@ -1,7 +1,7 @@
-"""One door: where a name chooses a function, it is a name of ours, or the path of yours.
+"""Keys that choose a function: by a name of ours, or by the import path of yours.
 
 A path is `package.module:factory`. A factory is called with the options beside its key, by name,
-and what it returns is used. Ours are entries of the same tables, and enter by the same door.
+and what it returns is used. Ours are entries of tables, found by the same paths.
 """
 
 import inspect
@@ -59,7 +59,7 @@ Role = Literal["images", "model", "inputs", "tokens", "step", "evaluation"]
 
 
 @dataclass(frozen=True)
-class Door:
+class FunctionKey:
     """What may stand at a key of the configuration that chooses a function."""
 
     key: str
@@ -68,8 +68,8 @@ class Door:
     ours: Mapping[str, str] = field(default_factory=dict)
     typed: str = ""  # the key as users type it, if it is another
 
-    def at(self, name: str) -> "Door":
-        """Returns the door of one name, if its key has a `*` for them."""
+    def at(self, name: str) -> "FunctionKey":
+        """Returns the key of one name, if it has a `*` for them."""
         typed = self.typed.replace("*", name)
         return replace(self, key=self.key.replace("*", name), typed=typed)
 
@@ -77,7 +77,7 @@ class Door:
     def typed_key(self) -> str:
         return self.typed or self.key
 
-    def word(self, chosen: str) -> str:
+    def override(self, chosen: str) -> str:
         """Returns what is typed to choose this."""
         return f"{self.typed_key}={chosen}"
 
@@ -105,7 +105,7 @@ class Door:
         return chosen
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> Any:
-        """Has the schema check what stands at a key that is annotated with this door."""
+        """Has the schema check what stands at a key that is annotated with this."""
         return no_info_after_validator_function(self.checked, handler(kind))
 
     def factory(self, chosen: str) -> Callable[..., Any]:
@@ -145,17 +145,17 @@ class Door:
             return self.prepared(chosen, options, *given)()
 
     @contextmanager
-    def refusing(self, chosen: str, word: str = "") -> Iterator[None]:
-        """Turns what fails into one line: of `word`, which is probably wrong, or of this key."""
-        word = word or self.word(chosen)
+    def refusing(self, chosen: str, override: str = "") -> Iterator[None]:
+        """Turns what fails into one line: of `override`, if that is to blame, or of this key."""
+        override = override or self.override(chosen)
         try:
             yield
         except OneLineError:
             raise
         except Refused as error:
-            raise UserError(f"{word}: {error}") from error
+            raise UserError(f"{override}: {error}") from error
         except ModuleNotFoundError as error:
-            raise UserError(f"{word}: {error}; {WHERE}") from error
+            raise UserError(f"{override}: {error}; {WHERE}") from error
         except Exception as error:  # from any code
             told = placed(error) if self.is_own(chosen) else first_line(error)
-            raise of_library(error, word, told) from error
+            raise of_library(error, override, told) from error
