@@ -17,7 +17,7 @@ CODES = [cell for cell in CELLS if cell["cell_type"] == "code"]
 
 def test_notebook_runs_and_reports_the_mixing(monkeypatch: pytest.MonkeyPatch):
     codes = ["".join(cell["source"]) for cell in CODES]
-    assert len(codes) == 8
+    assert len(codes) == 10
     figures: list[Any] = []
     monkeypatch.setattr(plt, "show", lambda: figures.append(plt.gcf()))
     names: dict[str, Any] = {}
