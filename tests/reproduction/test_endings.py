@@ -2,7 +2,6 @@
 
 import gc
 import os
-import re
 import resource
 import signal
 from collections.abc import Callable
@@ -21,9 +20,7 @@ from torch import inf, nan
 from reproduction.errors import PlainError
 from reproduction.training.ranks import World
 from tests.images import OWN, disturbed
-from tests.poison import KINDS
 from tests.programs import (
-    SHORT,
     SMALL,
     TORCHRUN,
     Run,
@@ -34,7 +31,6 @@ from tests.programs import (
     eventually,
     files_end_at,
     planted,
-    same,
     script,
     started,
     train,
@@ -67,27 +63,6 @@ def test_what_was_handled_by_chance_decides_nothing(here: Path, error: Exception
     assert result.status == 1
     assert "Traceback" in result.err
     assert "after step 0: KeyError: 'planted'; outputs/mine is kept" in result.lines[-1]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("at", [4, 44])
-def test_a_step_that_is_not_finite_ends_the_run_whose_last_checkpoint_is_good(
-    here: Path, kind: str, at: int
-):
-    """Of an epoch of three steps, in the first one or later; the run resumes from what is kept."""
-    words = (OWN, SHORT, "+dataset.options.train=24", "recipe.batch_size=8", "recipe.epochs=3")
-    more = ("recipe.log_every=100", "checkpoint.every_epochs=1", "resume=auto", "name=mine")
-    undisturbed = trained(words, more, root="undisturbed")
-    with disturbed(kind, at=at):
-        result = train(words, more)
-    run = Run("outputs/mine")
-    assert_refused(result, "recipe.lr", "is kept as failed", status=1)
-    (step,) = map(int, re.findall(r"step (\d+): the", result.err))
-    assert (step > 3) == (at > 24)
-    done = 3 * ((step - 1) // 3)
-    assert [content["step"] for content in map(torch.load, run.checkpoints)] == [done] * (done > 0)
-    assert ("model.weights=outputs/mine/checkpoints/last.pt" in result.err) == (done > 0)
-    assert same(trained(words, more), undisturbed) == []
 
 
 def test_no_accuracy_is_told_of_weights_that_are_not_finite(here: Path):

@@ -21,6 +21,7 @@ from tests.conftest import settled
 from tests.images import OWN, SOURCE, disturbed
 from tests.programs import (
     SHORT,
+    Result,
     Run,
     Words,
     assert_refused,
@@ -145,14 +146,16 @@ def test_failures_are_recorded_and_named_in_a_last_line(here: Path, whole: Run):
     ends_as(whole, BY_EPOCHS)
 
 
-def assert_ended_before(step: int, result: Any, run: Run, whole: Run) -> None:
-    """Asserts that a run has ended at a step that is not finite, as it was before it."""
-    again = f"resuming repeats step {step} exactly"
-    weights = f"model.weights={run.path}/checkpoints/last.pt with a lower recipe.lr"
-    assert_refused(result, f"step {step}: ", again, weights, "kept as failed", status=1)
-    assert run.summary["status"] == "failed"
-    assert run.checkpoint()["step"] == step - 1
-    assert len(run.steps) == step - 1
+def assert_ended_at(step: int, last: int, result: Result, run: Run, whole: Run) -> None:
+    """Asserts that a run ended in one line at a step, and has a checkpoint after `last`, if any."""
+    if last:
+        kept = f"model.weights={run.path}/checkpoints/last.pt"
+        assert run.checkpoint()["step"] == last
+        assert_as_after(last, run)
+    else:
+        kept = "there is no checkpoint"
+        assert not run.checkpoints
+    assert_refused(result, f"step {step}: the ", kept, "kept as failed", status=1)
     assert_same_lines(run.steps, whole.steps[: step - 1], abs=0)
 
 
@@ -166,17 +169,14 @@ def assert_as_after(step: int, run: Run) -> None:
 
 
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
-def test_a_run_ends_before_a_step_that_is_not_finite_and_repeats_it(
-    here: Path, whole: Run, kind: str
-):
+def test_a_run_ends_at_a_step_that_is_not_finite_and_repeats_it(here: Path, whole: Run, kind: str):
     """The fifth of nine; the sixth is made before the log is read. New runs begin from there."""
     run = Run("outputs/mine")
     seldom = "recipe.log_every=100"
     with disturbed(kind, at=1 + 57 + 20):  # the first image is read once more, before the run
         result = train(BY_EPOCHS, seldom)
-    assert_ended_before(5, result, run, whole)
-    assert_as_after(4, run)
-    with disturbed(kind, at=1):
+    assert_ended_at(5, 3, result, run, whole)
+    with disturbed(kind, at=1 + 20):
         assert train(BY_EPOCHS, seldom).err == result.err
     words = (f"model.weights={run.path}/checkpoints/last.pt", "recipe.lr=0.001")
     new = trained(TRAINING, words, name="new")
@@ -184,27 +184,31 @@ def test_a_run_ends_before_a_step_that_is_not_finite_and_repeats_it(
     ends_as(whole, BY_EPOCHS)
 
 
-@pytest.mark.parametrize("step", [1, 4])
-def test_a_run_ends_before_its_first_step_or_that_of_an_epoch(here: Path, whole: Run, step: int):
+@pytest.mark.parametrize(("step", "last"), [(1, 0), (4, 3)])
+def test_a_run_ends_at_its_first_step_or_that_of_an_epoch(
+    here: Path, whole: Run, step: int, last: int
+):
     with disturbed("gradient", at=1 + 19 * (step - 1) + 1):
         result = train(BY_EPOCHS, "recipe.log_every=100")
-    assert_ended_before(step, result, Run("outputs/mine"), whole)
+    assert_ended_at(step, last, result, Run("outputs/mine"), whole)
     ends_as(whole, BY_EPOCHS)
 
 
-@pytest.mark.parametrize("words", [BY_EPOCHS, BY_STEPS], ids=["a signal", "the clock"])
+@pytest.mark.parametrize(
+    ("words", "last"), [(BY_EPOCHS, 0), (BY_STEPS, 1)], ids=["a signal", "the clock"]
+)
 def test_no_checkpoint_is_of_a_step_that_is_not_finite(
-    here: Path, whole: Run, words: tuple[str, ...]
+    here: Path, whole: Run, words: tuple[str, ...], last: int
 ):
     """The signal comes before the log is read, the checkpoint is due after each step."""
     with disturbed("loss", at=1 + 20), disturbed("SIGTERM", at=1 + 45):
         result = train(words, "recipe.log_every=100")
-    assert_ended_before(2, result, Run("outputs/mine"), whole)
+    assert_ended_at(2, last, result, Run("outputs/mine"), whole)
     ends_as(whole, words)
 
 
-def test_a_run_ends_before_saliency_that_is_not_finite(here: Path, whole: Run):
-    """In a micro-batch of the fifth step, where the host matches; the others are put back."""
+def test_a_run_ends_at_saliency_that_is_not_finite(here: Path, whole: Run):
+    """In a micro-batch of the fifth step, where the host matches."""
     calls = count(1)
 
     def check() -> None:
@@ -213,8 +217,7 @@ def test_a_run_ends_before_saliency_that_is_not_finite(here: Path, whole: Run):
 
     with planted("gain", check):
         result = train(BY_EPOCHS, "recipe.log_every=100")
-    assert_ended_before(5, result, Run("outputs/mine"), whole)
-    assert_as_after(4, Run("outputs/mine"))
+    assert_ended_at(5, 3, result, Run("outputs/mine"), whole)
     ends_as(whole, BY_EPOCHS)
 
 
