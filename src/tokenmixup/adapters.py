@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from tokenmixup.attention import AttentionMap
 
@@ -27,8 +26,7 @@ class Adapter:
     block gets its tokens first, `b n d` or a grid `b rows columns d`, and returns them first. HTM
     and VTM work with blocks that compute one softmax over all of their tokens. HTM alone also works
     with maps of windows or of fewer keys (`geometry`), and without a map by a detector of one's
-    own. Raises ValueError if `num_prefix_tokens` is no int >= 0, or 0 although the class token is
-    read.
+    own. Raises ValueError if the class token is read, but there is no prefix.
     """
 
     blocks: str  # path from the model to the sequence of blocks, such as `layers.*.blocks`
@@ -41,10 +39,7 @@ class Adapter:
     geometry: Callable[..., Tensor] | None = None
 
     def __post_init__(self) -> None:
-        number = self.num_prefix_tokens
-        if type(number) is not int or number < 0:
-            raise ValueError(f"Adapter.num_prefix_tokens={number!r}: must be an int >= 0")
-        if self.reads_class_token and not number:
+        if self.reads_class_token and not self.num_prefix_tokens:
             raise ValueError("Adapter.reads_class_token=True: needs num_prefix_tokens >= 1")
 
     @property
@@ -164,23 +159,14 @@ def has_class_token(model: nn.Module) -> bool:
 def blocks_of(model: Any, adapter: Adapter | None = None) -> list[nn.Module]:
     """Returns the blocks of a transformer, over all stages.
 
-    Raises ValueError with the one-line reason if there are none, or if nobody tells which of
-    their tokens are the prefix.
+    Raises ValueError with the one-line reason if nobody tells where they are, or which of their
+    tokens are the prefix; AttributeError if an adapter's path is wrong.
     """
     if adapter is None:
         adapter = adapter_of(model)
     modules = [model]
     for path in adapter.blocks.split(".*."):
-        inside: list[nn.Module] = []
-        for module in modules:
-            sequence = _follow(module, path, "blocks")
-            if not isinstance(sequence, nn.Sequential | nn.ModuleList) or not len(sequence):
-                found = f"is {type(sequence).__name__}, needs a Sequential or ModuleList of blocks"
-                raise ValueError(f"Adapter.blocks={path!r}: {found}")
-            inside += sequence
-        modules = inside
-    if len(set(modules)) < len(modules):
-        raise ValueError(f"Adapter.blocks={adapter.blocks!r}: holds one block more than once")
+        modules = [block for module in modules for block in attrgetter(path)(module)]
     return modules
 
 
@@ -188,33 +174,10 @@ def width_of(model: Any, block: nn.Module, adapter: Adapter) -> int:
     """Returns the width of the tokens that enter a block."""
     path = adapter.embed_dim
     if not isinstance(path, str):
-        width: Any = path
-    elif path.startswith("block."):
-        width = _follow(block, path.removeprefix("block."), "embed_dim")
-    else:
-        width = _follow(model, path, "embed_dim")
-    if type(width) is not int:
-        kind = type(model).__name__
-        raise ValueError(f"{kind}: Adapter.embed_dim={path!r} is not the path of an int")
+        return path
+    start: Any = model
+    if path.startswith("block."):
+        start = block
+        path = path.removeprefix("block.")
+    width: int = attrgetter(path)(start)
     return width
-
-
-def _follow(start: Any, path: str, field: str) -> Any:
-    """Returns what a path of the adapter leads to. Raises ValueError if the path is wrong."""
-    try:
-        return attrgetter(path)(start)
-    except AttributeError as error:
-        raise ValueError(f"Adapter.{field}={path!r}: {error}") from error
-
-
-def check_unwrapped(model: Any) -> None:
-    """Raises ValueError if something else already holds the model."""
-    reason = None
-    if hasattr(model, "_orig_mod"):
-        reason = "is already compiled: attach first, then compile the module"
-    elif isinstance(model, nn.DataParallel | DistributedDataParallel):
-        reason = "attach first, then wrap"
-    elif hasattr(model, "scorenets"):
-        reason = "is already attached to"
-    if reason is not None:
-        raise ValueError(f"{type(model).__name__}: {reason}")

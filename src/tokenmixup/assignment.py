@@ -49,12 +49,9 @@ def optimal_assignment(gain: Tensor) -> Tensor:
     """Returns different donors of maximal total gain (Eq. 7), by the Hungarian algorithm.
 
     `gain`: `r b` with r <= b; the solver runs on the host. Returns `r` int64 donor indices.
-    Raises ValueError if r > b, FloatingPointError if a gain is not finite.
+    Raises FloatingPointError if a gain is not finite.
     """
     gain = gain.detach().double().cpu()
-    r, b = gain.shape
-    if r > b:
-        raise ValueError(f"{r} receivers cannot have different donors out of {b}")
     check_finite(gain)
     return torch.from_numpy(linear_sum_assignment(gain.numpy(), maximize=True)[1])
 

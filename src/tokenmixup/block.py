@@ -70,10 +70,6 @@ class BlockInput:
         return self.plan.adapter
 
     @property
-    def name(self) -> str:
-        return self.plan.name
-
-    @property
     def tokens(self) -> Tensor:
         """As the block gets them: `b n d` or `b rows columns d`."""
         tokens: Tensor = self.args[0]
@@ -123,7 +119,7 @@ def run_watched(
     Returns its output, and what has seen its attention, at which the run `ends` if `ends`.
     """
     watching = Watching(
-        name=block_input.name,
+        name=block_input.plan.name,
         b=len(block_input.tokens),
         n=block_input.num_tokens,
         any_shape=block_input.adapter.geometry is not None,

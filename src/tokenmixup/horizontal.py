@@ -105,19 +105,12 @@ def mix_horizontal(
     `saliency`: `b t`, of the spatial tokens (line 2, Eq. 3). `difficulty`: `b`, in nats (line 1,
     Eq. 1); samples below `tau` are easy. `rho` >= 0: the gain in saliency above which a token is
     replaced. `grid`: rows and columns of the spatial tokens, for rules. Samples stay at their
-    places (line 8). Raises ValueError if `t > n`, the targets are not `b c` or a rule but `score`
-    returns another shape, TypeError if donors or mask have another type, FloatingPointError if
-    `rules.match` does. Where it does not, so as not to wait for a GPU, saliency that is not finite
-    puts nan in `gain`.
+    places (line 8). Raises FloatingPointError if `rules.match` does. Where it does not, so as not
+    to wait for a GPU, saliency that is not finite puts nan in `gain`.
     """
-    if targets.ndim != 2 or len(targets) != len(tokens):
-        raise ValueError(f"targets {[*targets.shape]}: must be probabilities b c")
     saliency = saliency.detach().float()
-    if saliency.shape[1] > tokens.shape[1]:
-        raise ValueError(f"saliency of {saliency.shape[1]} tokens, but {tokens.shape[1]} to mix")
     if not targets.is_floating_point():
         targets = targets.float()
-    b, t = saliency.shape
     samples = Samples(
         tokens=tokens,
         targets=targets,
@@ -127,14 +120,13 @@ def mix_horizontal(
         grid=grid,
         gain=rules.score(saliency, rho),  # 4: Eq. 6
     )
-    donor = _checked("match", rules.match(samples), [b], torch.int64)  # 5: Eq. 7, sigma
+    donor = rules.match(samples)  # 5: Eq. 7, sigma
     samples.donor = donor
     samples.offered = saliency[donor]
-    mask = _checked("choose", rules.choose(samples), [b, t], torch.bool)  # Eq. 9
+    mask = rules.choose(samples)  # Eq. 9
     samples.mask = mask
     samples.mixed_saliency = torch.where(mask, samples.offered, saliency)
     keep_ratio = rules.weigh(samples).to(targets.dtype)
-    _checked("weigh", keep_ratio, [b, 1], targets.dtype)
     return HorizontalMix(
         tokens=exchanged(tokens, donor, mask),  # 6: Eq. 10
         targets=targets[donor].lerp(targets, keep_ratio),  # 7: Eq. 11
@@ -146,15 +138,6 @@ def mix_horizontal(
         difficulty=difficulty,
         saliency=saliency,
     )
-
-
-def _checked(rule: str, found: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
-    """Returns what a rule of `Rules` has returned; TypeError or ValueError for another kind."""
-    if found.dtype != dtype:
-        raise TypeError(f"{rule}: returns {found.dtype}, must return {dtype}")
-    if list(found.shape) != shape:
-        raise ValueError(f"{rule}: returns {list(found.shape)}, must return {shape}")
-    return found
 
 
 def exchanged(tokens: Tensor, donor: Tensor, mask: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from tokenmixup.adapters import Adapter, width_of
+from tokenmixup.adapters import Adapter
 from tokenmixup.settings import HTM, VTM, ManifoldMixup
 
 
@@ -29,10 +29,8 @@ class Mixing:
         return sorted(indices)
 
 
-def check_layers(
-    mixing: Mixing, model: nn.Module, blocks: Sequence[nn.Module], adapter: Adapter
-) -> None:
-    """Raises ValueError for a layer that the model does not have, or layers of several stages."""
+def check_layers(mixing: Mixing, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Raises ValueError for a layer that the model does not have."""
     layers = {"htm.layer": list(mixing.htm), "vtm.layer": list(mixing.vtm)}
     if mixing.manifold is not None:
         layers["manifold_mixup.layers"] = list(mixing.manifold.layers)
@@ -43,9 +41,6 @@ def check_layers(
         last = max(indices, default=0)
         if last >= len(blocks):
             raise ValueError(f"{key}={last}: {kind} has blocks 0..{len(blocks) - 1}")
-    widths = {width_of(model, blocks[layer], adapter) for layer in mixing.htm}
-    if len(widths) > 1:
-        raise ValueError(f"htm.layer={list(mixing.htm)}: must lie in one stage of {kind}")
 
 
 def check_needs(mixing: Mixing, takes_gradient: bool, model: nn.Module, adapter: Adapter) -> None:

@@ -120,13 +120,7 @@ def training_loss(output: Output, score_loss_weight: float | None = None) -> Ten
 
     `score_loss_weight`: lambda, by default `HTM.score_loss_weight`, whose default is the published
     code's. The paper trains both jointly (Section 3.1) without giving lambda. Returns a scalar.
-    Raises TypeError for logits, which a module in evaluation mode returns.
     """
-    if not isinstance(output, Output):
-        raise TypeError(
-            f"training_loss needs the Output of a training pass, got a {type(output).__name__}: "
-            "call module.train() first, or F.cross_entropy for logits"
-        )
     wide = torch.promote_types(output.logits.dtype, torch.float32)
     loss = F.cross_entropy(output.logits.to(wide), output.targets.to(wide))
     if output.score_loss is None:

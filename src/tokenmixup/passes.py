@@ -115,18 +115,9 @@ class Pass:
         assert htm is not None
         x = block_input.flat_tokens
         scorenet = cast(ScoreNet, self.scorenets[str(plan.index)])
-        width = scorenet.head.in_features
-        if x.shape[2] != width:
-            must = f"must be Adapter.embed_dim={width}"
-            raise ValueError(f"{plan.name} gets tokens of width {x.shape[2]}, {must}")
         score_logits = scorenet(x, plan.adapter.num_prefix_tokens)
         nats = difficulty(score_logits, self.targets, htm.difficulty)
         saliency = plan.detect(block_input)
-        found = list(saliency.shape)
-        expected = [len(self.targets), block_input.num_spatial_tokens]
-        if found != expected:
-            must = f"must be samples x spatial tokens, {expected}"
-            raise ValueError(f"{plan.name}: its saliency is {found}, {must}")
         mix = mix_horizontal(
             tokens=x,
             targets=self.targets,
@@ -144,18 +135,10 @@ class Pass:
         return block_input.with_tokens(mix.tokens)
 
     def output(self, logits: Any, score_loss_weight: float) -> Output:
-        """Returns the output of the pass.
-
-        Raises ValueError if a block of the plans has not run, or the logits are not `b c`.
-        """
+        """Returns the output of the pass. Raises ValueError if a block has not run."""
         for index, plan in self.plans.items():
             if index not in self.entered:
                 raise ValueError(f"{plan.name} did not run: TokenMixup touches it")
-        expected = list(self.targets.shape)
-        found = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        if found != expected:
-            must = f"must be logits, samples x num_classes, {expected}"
-            raise ValueError(f"the model returned {found}, {must}")
         return output_of(logits, self.targets, self.layers, score_loss_weight)
 
 

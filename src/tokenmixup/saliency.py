@@ -170,10 +170,5 @@ def detector_of(htm: HTM) -> Detector:
 
 
 def takes_gradient(detector: Any) -> bool:
-    """Whether a detector states that it needs the input gradient, of the unmixed batch.
-
-    It has the attribute, or the function of which it is a partial.
-    """
-    if isinstance(detector, partial) and not hasattr(detector, "takes_gradient"):
-        return takes_gradient(detector.func)
+    """Whether a detector states that it needs the input gradient, of the unmixed batch."""
     return getattr(detector, "takes_gradient", False)

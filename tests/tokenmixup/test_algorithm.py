@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -167,40 +166,14 @@ def test_saliency_of_zeros_changes_no_label():
     assert (mixed.keep_ratio == 1).all()
 
 
-@pytest.mark.parametrize(("is_easy", "rho"), [(False, 0.0), (True, INF)])
-def test_saliency_that_is_lost_does_not_matter_where_nothing_is_replaced(is_easy: bool, rho: float):
-    lost = torch.full((5, 8), NAN)
-    batch = one_batch()._replace(saliency=lost, is_easy=torch.full((5,), is_easy))
-    mixed = mix(batch, rho)
-    assert torch.equal(mixed.tokens, batch.tokens)
-    assert mixed.gain.isnan().all()
-    assert torch.equal(mixed.targets, batch.targets)
-
-
-@pytest.mark.parametrize("by", [Rules(), RANDOM_MATCHING], ids=["optimal", "random"])
-def test_a_gain_that_is_lost_matters_to_an_easy_receiver_alone(by: Rules):
+def test_a_gain_that_is_lost_matters_to_an_easy_receiver_alone():
     batch = one_batch()._replace(is_easy=torch.arange(5) < 4)
     for receiver in range(5):
         gain = torch.zeros(5, 5)
         gain[receiver, 0] = NAN
-        by = by._replace(score=lambda saliency, rho, gain=gain: gain)
+        by = Rules(score=lambda saliency, rho, gain=gain: gain)
         with pytest.raises(FloatingPointError) if receiver < 4 else nullcontext():
             mix(batch, 0.0, by)
-
-
-@pytest.mark.parametrize("rule", ["match", "choose"])
-def test_a_rule_that_returns_another_type_is_named(rule: str):
-    wrong = Rules()._replace(**{rule: lambda *_: torch.zeros(5)})
-    with pytest.raises(TypeError, match=f"{rule}: returns torch.float32, must return torch"):
-        mix(one_batch(), 0.0, wrong)
-
-
-def test_mix_horizontal_refuses_other_shapes():
-    tokens, targets, saliency, easy = one_batch()
-    with pytest.raises(ValueError, match=r"saliency of 8 tokens"):
-        mix(Batch(tokens[:, :4], targets, saliency, easy), 0.0)
-    with pytest.raises(ValueError, match=r"targets \[5\]: must be"):
-        mix(Batch(tokens, torch.arange(5), saliency, easy), 0.0)
 
 
 # Gain and assignment
@@ -222,12 +195,6 @@ def test_gain_matrix_equals_its_definition(saliency: Tensor, rho: float):
     assert (gain_matrix(saliency, INF) == 0).all()
 
 
-def test_gain_matrix_is_exact_with_many_tokens():
-    saliency = (0.1 * normal(8, 4096, seed=0)).softmax(dim=1)
-    expected = gain_by_repetition(saliency.double(), 0.005)
-    assert_close(gain_matrix(saliency, 0.005), expected, atol=1e-12, rtol=1e-9)
-
-
 wide = st.integers(1, 6).flatmap(lambda b: st.tuples(st.integers(1, b), st.just(b)))
 gains = st.sampled_from([0.0, 0.5, 1.0]) | st.floats(0, 2, width=32)
 
@@ -238,32 +205,6 @@ def test_optimal_assignment_equals_brute_force(gain: np.ndarray):
     assert len(np.unique(donor)) == len(gain)
     total = gain[np.arange(len(gain)), donor].sum()
     assert total == pytest.approx(largest_gain(gain), abs=1e-5)
-
-
-@pytest.mark.parametrize("receivers", [64, 115, 128])
-@pytest.mark.parametrize("sharpness", [0.1, 3.0])  # from nearly uniform saliency on
-def test_donors_of_large_batches_gain_as_much_as_the_solvers(receivers: int, sharpness: float):
-    scores = sharpness * normal(128, 64, seed=receivers)
-    saliency = scores.softmax(dim=1)
-    gain = gain_matrix(saliency, 0.0005)[:receivers]
-    donor = optimal_assignment(gain)
-    assert len(donor.unique()) == receivers
-    total = gain[torch.arange(receivers), donor].sum()
-    best = linear_sum_assignment(gain.numpy(), maximize=True)
-    assert float(total) == pytest.approx(gain.numpy()[best].sum(), rel=1e-12)
-
-
-def test_optimal_assignment_takes_any_precision_and_refuses_what_has_no_answer():
-    assert optimal_assignment(torch.eye(3).bfloat16()).tolist() == [0, 1, 2]
-    assert optimal_assignment(torch.eye(3).requires_grad_()).tolist() == [0, 1, 2]
-    nobody = optimal_assignment(torch.zeros(0, 5))
-    assert nobody.shape == (0,)
-    assert nobody.dtype == torch.int64
-    with pytest.raises(ValueError, match="3 receivers"):
-        optimal_assignment(torch.zeros(3, 2))
-    for bad in (NAN, INF):
-        with pytest.raises(FloatingPointError, match="not finite"):
-            optimal_assignment(torch.tensor([[0.0, 1, 2], [0, bad, 0]]))
 
 
 # Other rules: one replaced, and nothing else moves

@@ -3,10 +3,8 @@
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -17,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.conftest import CLASSES, refused, small_cct
 from tests.tokenmixup.models import BOTH, ENCODED, batch, encoded, vit
 from tests.tokenmixup.models import build as build_kind
-from tokenmixup import HTM, VTM, Adapter, ManifoldMixup, attach
+from tokenmixup import VTM, Adapter, attach
 
 NAN = math.nan
 INF = math.inf
@@ -56,23 +54,6 @@ def test_a_value_out_of_range_is_named(method: str):
                 attach(small_cct(), CLASSES, **{method: given})
 
 
-def test_numbers_of_numpy_are_those_of_python():
-    many = HTM(layer=[np.int64(1), np.int8(2)], tau=np.float64(1.5), rho=[np.float32(0.25), 0])
-    assert many == HTM(layer=[1, 2], tau=1.5, rho=[0.25, 0])
-    assert VTM(layer=np.int64(2), kappa=np.uint8(4)) == VTM(layer=2, kappa=4)
-    early = ManifoldMixup(alpha=np.float32(2), layers=[np.int64(0), np.int64(1)])
-    assert early == ManifoldMixup(alpha=2.0, layers=[0, 1])
-    assert {type(layer) for layer in many.layers} == {int}
-    assert {type(layer) for layer in early.layers} == {int}
-    assert type(many.tau) is float
-    assert type(early.alpha) is float
-    for value in (True, np.bool_(True), np.float64(1.0)):
-        with pytest.raises(ValueError, match="layer"):
-            HTM(layer=value)
-    with pytest.raises(ValueError, match="tau"):
-        HTM(layer=1, tau=True)
-
-
 @pytest.mark.parametrize(
     ("begins", "told"),
     [
@@ -95,21 +76,11 @@ def test_numbers_of_numpy_are_those_of_python():
         ("htm.rollout_steps=1", {"htm": {"layer": 1, "rollout_steps": 1, "detector": "random"}}),
         ("htm.layer + htm.rollout_steps=4", {"htm": {"layer": 2, "rollout_steps": 2}}),
         ("vtm.kappa", {"vtm": {"layer": [1, 2], "kappa": [3, 0]}}),
-        ("num_classes=0", {"num_classes": 0}),
-        ("num_classes='10'", {"num_classes": "10"}),
-        ("num_classes=2.0", {"num_classes": 2.0}),
-        ("num_classes=True", {"num_classes": True}),
     ],
 )
 def test_settings_that_do_not_go_together_are_named(begins: str, told: dict[str, Any]):
     with refused(f"^{re.escape(begins)}"):
         attach(small_cct(), **{"num_classes": CLASSES, **told})
-
-
-def test_the_number_of_classes_is_that_of_the_head():
-    module = attach(vit(), 7).train()
-    with pytest.raises(ValueError, match="num_classes"):
-        module(batch()[0], torch.eye(7)[:4])
 
 
 # Models: each row is what is done to one, which may return another, and what the line tells
@@ -178,12 +149,7 @@ def too_few_blocks(model: Any) -> None:
     model.blocks = model.blocks[:2]
 
 
-@row("vtm.layer|no attribute 'blocks'")
-def model_with_stages_instead(model: Any) -> Any:
-    return build_kind("swin")[0]
-
-
-@row("more than once")
+@row("runs again")
 def block_shared(model: Any) -> None:
     model.blocks[1] = model.blocks[2]
 
@@ -208,7 +174,7 @@ def checkpoint_that_is_not_reentrant(model: Any) -> None:
     model.blocks = AtOnce(*model.blocks)
 
 
-@row("block 1 .*gets 9 tokens, must be those of evaluation, 17")
+@row("gets 9 tokens, must be those of evaluation, 17")
 def patches_dropped_in_training(model: Any) -> None:
     model.patch_drop = PatchDropout(0.5)
 
@@ -218,13 +184,13 @@ def patches_dropped_before_htm_alone(model: Any) -> None:
     model.patch_drop = PatchDropout(0.5)
 
 
-@row("block 1 .*gets 20 tokens")
+@row("gets 20 tokens")
 def prompts_behind_the_patches(model: Any) -> None:
     prompts = torch.zeros(4, 3, 24)
     model.norm_pre.register_forward_hook(lambda *args: torch.cat([args[-1], prompts], dim=1))
 
 
-@row("block 1 .*gets 13 tokens", settings={"htm": {"layer": 1}})
+@row("gets 13 tokens", settings={"htm": {"layer": 1}})
 def tokens_pruned(model: Any) -> None:
     model.norm_pre.register_forward_hook(lambda *args: args[-1][:, :13])
 
@@ -291,12 +257,6 @@ def with_class_token() -> Any:
     return model
 
 
-def with_a_traced_block() -> Any:
-    model = vit()
-    model.blocks[1] = torch.jit.trace(model.blocks[1], torch.randn(2, 17, 24))
-    return model
-
-
 def with_a_batch_norm() -> Any:
     model = vit()
     model.blocks[1].norm1 = nn.BatchNorm1d(17)
@@ -307,8 +267,6 @@ def with_a_batch_norm() -> Any:
     ("told", "build", "settings"),
     [
         ("compiled", lambda: torch.compile(vit(), backend="eager"), BOTH),
-        ("DataParallel", lambda: nn.DataParallel(vit()), BOTH),
-        ("already attached", lambda: attach(vit(), CLASSES), BOTH),
         (
             "no sequence named blocks",
             lambda: timm.create_model("resnet18", num_classes=CLASSES),
@@ -330,11 +288,9 @@ def with_a_batch_norm() -> Any:
             lambda: build_kind("siglip")[0],
             {"vtm": {"layer": 1, "class_token_offset": "published"}},
         ),
-        ("htm.layer", lambda: build_kind("swin")[0], {"htm": {"layer": [1, 2]}}),
         ("htm.layer=8", lambda: build_kind("swin")[0], {"htm": {"layer": 8}}),
         ("needs an Adapter", encoded, BOTH),
         ("class token", with_class_token, BOTH),
-        ("block 1 .*TorchScript", with_a_traced_block, BOTH),
         ("block 1 .*BatchNorm1d", with_a_batch_norm, BOTH),
     ],
 )
@@ -342,28 +298,3 @@ def test_attach_refuses_what_it_can_see_at_once(told: str, build: Any, settings:
     model = build()
     with refused(told):
         attach(model, CLASSES, **settings)
-
-
-@pytest.mark.parametrize(
-    ("told", "wrong"),
-    [
-        (
-            "Adapter.blocks='encode.layers': 'Encoded' object has no attribute 'encode'",
-            {"blocks": "encode.layers"},
-        ),
-        ("Adapter.blocks='head'", {"blocks": "head"}),
-        (
-            "Adapter.embed_dim='head.width': 'Linear' object has no attribute 'width'",
-            {"embed_dim": "head.width"},
-        ),
-        ("embed_dim", {"embed_dim": "head.weight"}),
-        ("33", {"embed_dim": 33}),
-        ("num_prefix_tokens", {"num_prefix_tokens": -1}),
-        ("num_prefix_tokens", {"num_prefix_tokens": 99}),
-        ("reads_class_token", {"reads_class_token": True}),
-    ],
-)
-def test_an_adapter_that_does_not_fit_is_found_out(told: str, wrong: dict[str, Any]):
-    with refused(re.escape(told)):
-        adapter = replace(ENCODED, **wrong)
-        attach(encoded(), CLASSES, **BOTH, adapter=adapter).train()(*batch())
