@@ -129,7 +129,7 @@ def test_the_last_word_counts_and_a_scale_has_its_own_folder():
 def test_at_smoke_scale_htm_mixes_all_if_the_words_of_the_command_leave_it_in(stack: str):
     """The study has no HTM, or has it: what SET chooses counts."""
     rows = {"slow": ["recipe.lr=0.001"], "fast": ["recipe.lr=0.01"]}
-    study = yaml.safe_load(STUDY) | {"rows": rows, "looks": {9: 0.05}}  # of the study's own runs
+    study = yaml.safe_load(STUDY) | {"rows": rows}
     Path("three.yaml").write_text(yaml.safe_dump(study))
     words = ("scale=smoke", f"augmentation=[{stack}]", "recipe.max_steps=1")
     result = script("reproduce", "three.yaml", words)
@@ -190,12 +190,10 @@ def test_each_point_of_each_sweep_is_a_row_and_sweeps_are_compared_point_by_poin
         ("rows: {a/b: []}", "a/b"),
         ("row: {}", "row"),
         ("seeds: 0", "seeds"),
-        ("looks: {5: 4}", "looks.5"),
         ("overrides: [recipe.lrr=1]", "lrr"),
         ("overrides: [seed=3]", "seed"),
         ("rows: {none: [+devices=2]}", "devices"),
         ("rows: {none: {override: []}}", "override"),
-        ("figures: {Mixed: ht/mixed_pairs.png}", "figures.Mixed=ht/mixed_pairs.png"),
     ],
 )
 def test_a_study_that_is_wrong_is_refused_in_a_line(changes: str, part: str):
