@@ -114,7 +114,6 @@ def test_at_smoke_scale_htm_mixes_all_if_the_command_leaves_it_in(stack: str):
     words = ("scale=smoke", f"augmentation=[{stack}]", "recipe.max_steps=1")
     result = script("reproduce", "three.yaml", words)
     assert_succeeded(result, "2 of 2 runs")
-    assert "without a finished run" not in result.out
     runs = list(Path("outputs/smoke").glob("three-*"))
     assert len(runs) == 2
     for run in runs:
@@ -233,14 +232,12 @@ def test_each_run_of_a_study_is_trained_once_and_its_table_written(whole: Path):
     assert [run["status"] for run in listed("three.yaml")] == ["finished"] * 3
 
 
-def test_a_damaged_folder_is_named_before_any_run_starts(whole: Path):
+def test_a_damaged_file_is_named_before_any_run_starts(whole: Path):
     shutil.copytree(whole, "outputs")
     folder = folders()["plain"].path
-    shutil.rmtree(folder / "checkpoints")  # from which the files could be told
     (folder / "config.yaml").write_text("x")
-    for words in ((), ("dry_run=1",)):
-        (line,) = reproduce(words, status=2).splitlines()
-        assert str(folder) in line
+    (line,) = reproduce(status=2).splitlines()
+    assert str(folder) in line
 
 
 @pytest.mark.slow

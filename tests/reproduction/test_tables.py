@@ -15,6 +15,7 @@ import pytest
 import yaml
 from scipy.stats import ttest_1samp
 
+from reproduction.studies.plots import margins
 from tests.programs import (
     SMALL,
     Run,
@@ -55,11 +56,6 @@ def newest(pattern: str) -> Path:
     return max(Path("outputs").rglob(f"report/{pattern}"), key=os.path.getmtime)
 
 
-def gaps_of(ours: Mapping[int, float], base: Mapping[int, float]) -> list[float]:
-    """The differences at the seeds that both have."""
-    return [value - base[seed] for seed, value in ours.items() if seed in base]
-
-
 def holm(p: Mapping[Any, float]) -> dict[Any, float]:
     """The adjusted p-values of Holm (1979)."""
     adjusted: dict[Any, float] = {}
@@ -72,7 +68,7 @@ def holm(p: Mapping[Any, float]) -> dict[Any, float]:
 
 def check(row: Any, ours: Mapping[int, float], base: Mapping[int, float]) -> float:
     """Compares a row with its statistics; returns p."""
-    gaps = gaps_of(ours, base)
+    gaps = [value - base[seed] for seed, value in ours.items() if seed in base]
     expected = ttest_1samp(gaps, 0)
     low, high = expected.confidence_interval()
     p = float(expected.pvalue)
@@ -200,6 +196,13 @@ def test_a_plot_shows_what_differs(model: Run, drawn_texts: dict[str, list[str]]
     write(model, "1", {"recipe.lr": 0.2})
     assert_succeeded(script("runs", "outputs", "--plot", "plot.svg"))
     assert {"lr", "0.1", "0.2"} <= set(drawn_texts["plot"])
+
+
+def test_the_bars_of_a_plot_are_95_percent_intervals():
+    values = [80.0, 83.0, 81.5]
+    lines = pd.DataFrame({"n": [3, 1], "std": [stdev(values), np.nan]})
+    interval = ttest_1samp(values, 0).confidence_interval()
+    assert margins(lines).tolist() == approx([interval.high - fmean(values), 0])
 
 
 def reports() -> set[str]:

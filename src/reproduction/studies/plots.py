@@ -19,7 +19,7 @@ def draw(path: Path, lines: pd.DataFrame, outcome: Outcome, keys: Sequence[str])
         with figure(path, figsize=(5.4, 3.8)) as axes:
             draw_sweep(axes, lines, keys)
             axes.set_xlabel(keys[-1].rpartition(".")[2])
-            axes.set_ylabel(label)
+            axes.set_ylabel(f"{label}\nmean and 95 % interval")
         return
     with figure(path, figsize=(5.4, 1.3 + 0.45 * len(lines))) as axes:
         rows = [f"{text} (n = {n})" for text, n in zip(lines.text, lines.n, strict=True)]

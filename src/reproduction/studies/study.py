@@ -25,7 +25,6 @@ from reproduction.compose import (
 from reproduction.config import (
     CONF_DIR,
     LONGEST_NAME,
-    ROOT,
     Config,
     Count,
     FolderName,
@@ -310,17 +309,11 @@ class Part:
 
     @property
     def file(self) -> str:
-        """The name of its files: equal if and only if what they are of is equal."""
+        """The name of its files, which tells other rows and seeds of a study apart."""
         stem = Path(self.name).stem
         if self.is_whole_of_the_paper:
             return stem
-        place = self.name
-        if place not in PAPERS:
-            path = Path(place).resolve()
-            place = str(path)
-            if path.is_relative_to(ROOT):
-                place = str(path.relative_to(ROOT))
-        tail = f"-{digest([place, self.row_hashes, self.seeds, self.scale])}"
+        tail = f"-{digest([self.row_hashes, self.seeds])}"
         return cut(stem, LONGEST_NAME, tail)
 
     @property

@@ -42,16 +42,7 @@ NOTHING = "-"
 P = ".3f"  # the format of p-values
 LEAST_PAIRS = 3  # for a test: with two, the 95 % interval is +-12.7 standard errors
 ROUNDING = 1e-9  # in points or nats: differences that differ by less are equal
-COMPARED = [
-    "pairs",
-    "difference",
-    "below",
-    "low",
-    "high",
-    "p",
-    "untestable",
-    "printed_difference",
-]
+COMPARED = ["pairs", "difference", "below", "low", "high", "p", "untestable"]
 # Keys that stand for what comes with them: another model has other sizes, another stack other
 # settings of its methods.
 NAMES = ("model.name", "dataset.name", STACK_KEY)
@@ -112,11 +103,7 @@ def judged(
     if outcome.split == "validation":  # papers print accuracies on the test set
         numbers["printed"] = nan
     bases = rows.against.dropna()
-    compared = []
-    for key, base in bases.items():
-        printed_difference = numbers.printed[key] - numbers.printed[base]
-        line = paired(values[key], values[base])
-        compared.append(line | {"printed_difference": printed_difference})
+    compared = [paired(values[key], values[base]) for key, base in bases.items()]
     numbers = numbers.join(pd.DataFrame(compared, index=bases.index, columns=COMPARED))
     is_tested = is_main & (rows.role != "untested")
     numbers["p"] = numbers.p.astype(float).where(is_tested)
@@ -295,16 +282,7 @@ class Table:
     def all_notes(self) -> Iterator[str]:
         """Yields the notes of the study, and on the runs."""
         yield from self.notes
-        missing = self.missing()
-        num_missing = (missing.row_hash != "").sum()  # others are quoted
-        if num_missing:
-            yield f"rows without a finished run: {num_missing}"
         yield from notes_of(self.counted)
-
-    def missing(self) -> pd.DataFrame:
-        """Returns the rows without a finished run, among them those that are quoted."""
-        lines = self.of_outcome(self.main)
-        return lines[lines.n == 0]
 
     def csv(self) -> str:
         """Returns the unrounded numbers, a line for each row and outcome."""
@@ -351,7 +329,7 @@ class Table:
             links = [f"[{run.name}]({link(run.path / 'report.md')})" for run in runs_of[key]]
             if links:
                 yield f"- {text}: {', '.join(links)}"
-        missing = self.missing()
+        missing = lines[lines.n == 0]  # or quoted
         if not missing.empty:
             texts = texts_of_main(missing, self.heads | {"column": "part"}, self.main)
             yield f"## Rows without a run\n\n{as_markdown(texts)}"
