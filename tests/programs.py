@@ -159,7 +159,8 @@ def code_of_a_copy(*words: Words) -> int | None:
 
 def script(name: str, *words: Words, apart: bool = False) -> Result:
     """Runs a script; the one that trains draws no pictures."""
-    return run(f"scripts/{name}.py", words, apart=apart, draws=name != "reproduce")
+    draws = name != "reproduce" or "--no-train" in words
+    return run(f"scripts/{name}.py", words, apart=apart, draws=draws)
 
 
 def trained(*words: Words, name: str = "mine", root: str | Path = "outputs", **how: Any) -> "Run":
