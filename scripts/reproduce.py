@@ -57,7 +57,7 @@ def main() -> None:
     if args.no_train:
         write_tables(args.study, options, overrides)
     else:
-        train_study([f"study={in_quotes(args.study)}", *options], overrides)
+        train_study([*options, f"study={in_quotes(args.study)}"], overrides)
 
 
 if __name__ == "__main__":
