@@ -177,9 +177,7 @@ def _read(file: Any) -> str:
 @contextmanager
 def _undrawn() -> Iterator[None]:
     """Lets the pictures of a run be empty files, and those of an evaluation."""
-    undrawn = {}
-    for method, draws in report.OF_TRAINED.items():
-        undrawn[method] = dict.fromkeys(draws, _touch)
+    undrawn = dict.fromkeys(report.OF_TRAINED, _touch)
     with (
         mock.patch.dict(report.OF_TRAINED, undrawn),
         mock.patch.multiple(report, draw_accuracy=_touch, draw_mixed_samples=_touch),

@@ -12,7 +12,6 @@ import yaml
 from PIL import Image
 
 from reproduction.identity import run_hash
-from reproduction.reporting.drawing import draw_mixed_samples
 from tests.images import write_images
 from tests.programs import (
     ROOT,
@@ -266,9 +265,3 @@ def test_every_script_starts_as_a_module(path: Path):
 def test_look_refuses_a_run_without_htm():
     trained(SMALL, "augmentation=[]", "recipe.max_steps=1", name="plain", root=".")
     assert_refused(script("look", "plain"), "without htm")
-
-
-def test_mixing_is_drawn_of_steps_after_its_end_alone(here: Path):
-    steps = pd.DataFrame([{"step": 3, "epoch": 2, "easy_samples": 0}])
-    draw_mixed_samples(Path("mixed.svg"), steps, batch_size=8)
-    assert Path("mixed.svg").exists()
