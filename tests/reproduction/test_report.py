@@ -12,7 +12,6 @@ import yaml
 from PIL import Image
 
 from reproduction.identity import run_hash
-from reproduction.reporting.drawing import draw_mixed_samples
 from tests.images import write_images
 from tests.programs import (
     ROOT,
@@ -70,7 +69,7 @@ def report(model: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the report of these runs."""
     with contextlib.chdir(tmp_path_factory.mktemp("page")):
         write_rows(model)
-        assert_succeeded(script("report"), "outputs/report/table1.md")
+        assert_succeeded(script("reproduce", "all", "--no-train"), "outputs/report/table1.md")
         return Path("outputs/report").absolute()
 
 
@@ -135,14 +134,14 @@ def test_the_papers_values_are_not_drawn_beside_a_validation_split(
     """The paper prints accuracies of the test set."""
     finished(model, "split", val_top1_last=70.0)
     finished(model, "htm")
-    assert_succeeded(script("report", "--study", "table1", "dataset.validation=0.1"))
+    assert_succeeded(script("reproduce", "table1", "--no-train", "dataset.validation=0.1"))
     report = Path("outputs/report")
     assert len([*report.glob("table1-*.md")]) == 1
     assert not (report / "table1.md").exists()  # which is of the paper's runs alone
     (name,) = [name for name in drawn_texts if name.startswith("table1")]
     assert any(text.startswith("validation top-1") for text in drawn_texts[name])
     assert "the paper's" not in drawn_texts[name]
-    assert_succeeded(script("report", "--study", "table1"))
+    assert_succeeded(script("reproduce", "table1", "--no-train"))
     assert "the paper's" in drawn_texts["table1-2"]
     assert (report / "table1.md").exists()
 
@@ -266,9 +265,3 @@ def test_every_script_starts_as_a_module(path: Path):
 def test_look_refuses_a_run_without_htm():
     trained(SMALL, "augmentation=[]", "recipe.max_steps=1", name="plain", root=".")
     assert_refused(script("look", "plain"), "without htm")
-
-
-def test_mixing_is_drawn_of_steps_after_its_end_alone(here: Path):
-    steps = pd.DataFrame([{"step": 3, "epoch": 2, "easy_samples": 0}])
-    draw_mixed_samples(Path("mixed.svg"), steps, batch_size=8)
-    assert Path("mixed.svg").exists()

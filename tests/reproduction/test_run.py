@@ -282,7 +282,14 @@ def test_updates_that_float16_skips_are_counted(here: Path, monkeypatch: pytest.
 
 
 REMARKS = {  # words, and what the run says of them
-    "augmentation.htm.tau=0.5": ["with tau = 0.5 no sample is easy", "never below 0.5003 nats"],
+    "augmentation.htm.tau=0.5": [
+        "with tau = 0.5 no sample is easy",
+        "never below 0.5003 nats",
+        "no token was replaced in this run: no sample was easy",
+    ],
+    "augmentation.htm.tau=inf augmentation.htm.rho=inf": [
+        "no token was replaced in this run: no gain was above rho"
+    ],
     "augmentation.htm.tau=inf augmentation.htm.rho=0": [],
 }
 
@@ -301,6 +308,7 @@ def test_a_run_says_what_was_mixed_and_if_its_tau_mixes_nothing(here: Path, word
             tokens = sum(line["mixed_samples"] * line["mixed_tokens"] for line in lines)
             told = f"easy 100 %, mixed {100 * mixed / 60:.3g} %, {tokens / mixed:.3g} tokens each"
             assert told in text
+        assert "no token was replaced" not in text
     assert ("no sample is easy" in text) == ("tau=0.5" in words)
 
 

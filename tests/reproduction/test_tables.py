@@ -371,7 +371,7 @@ def test_a_quoted_row_is_not_counted_as_one_without_a_run():
     assert "rows without a finished run" not in text
     (run,) = Path("outputs").glob("mine-b-s0-*")
     shutil.rmtree(run)
-    assert_succeeded(script("report", "--study", "mine.yaml", "--seeds", "1"))
+    assert_succeeded(script("reproduce", "mine.yaml", "seeds=1", "--no-train"))
     text = newest("mine-*.md").read_text()
     assert "rows without a finished run: 1" in text
 

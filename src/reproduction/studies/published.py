@@ -48,7 +48,7 @@ So few pairs find only a difference that is large compared with its spread: no t
 rows are equal, and nothing follows for other models, data, training lengths or settings, including
 the paper's.
 
-`python -m scripts.report --results results` writes this page from `results/*.jsonl`, which hold a
+`python -m scripts.results` writes this page from `results/*.jsonl`, which hold a
 line for each run; `make publish` adds one. To check a line, train its configuration again at its
 git revision: on a CPU, with the same versions and threads, the weights are equal bit for bit. Their
 sha256 is over their names and bytes, but in lines of git revisions before ff43bbae60 over their
