@@ -1,7 +1,6 @@
 """Published results: docs/results.md, and the lines behind it, one for each run."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -11,8 +10,8 @@ from reproduction.files import write_text
 from reproduction.folder import RunFolder
 from reproduction.identity import run_hash
 from reproduction.studies.runs import config_of, published_config, read_store
-from reproduction.studies.study import Study, part_of, read
-from reproduction.studies.tables import HOW_TO_READ, as_markdown, formatted, study_table
+from reproduction.studies.study import part_of, read
+from reproduction.studies.tables import HOW_TO_READ, Table, as_markdown, study_table, without_empty
 
 COPIED = (  # from summary.json into a line of results/
     "name",
@@ -35,62 +34,73 @@ COPIED = (  # from summary.json into a line of results/
     "log",
     "weights_sha256",
 )
-HEAD = """# Results
+VERDICT = """\
+# Results
 
-What was run, a section for each study. [How to read the tables](#how-to-read-the-tables), and the
-[pilots](#pilots) that came before them, stand at the end.
+- **Run:** 199 trainings of a small model (CCT-2/3x2) in four studies, on 1,000 and 5,000 images of
+  CIFAR-10 and on 100 handwritten digits. No row of the paper's tables was trained.
+- **HTM:** on 1,000 images, alone, it lowers the held-out loss in 10 of 10 pairs, by 0.123 nats, at
+  the same accuracy. Beside mixup and CutMix, which help more, it costs 0.74 points (p 0.012).
+- **VTM** shows no difference in accuracy in any study. A tau of 2.0, CIFAR-100's, is too large for
+  ten classes: rows that have it say so, and show what a misfit costs.
 """
-READING = f"""## How to read the tables
+HOW = f"""\
+## How to read the tables
 
 {HOW_TO_READ}
 
-So few pairs find only a difference that is large compared with its spread: no test shows that two
-rows are equal, and nothing follows for other models, data, training lengths or settings, including
-the paper's.
+The last table has no tests: its differences were not among what is compared, nor were those that
+are `untested`. So few pairs find only a difference that is large compared with its spread: no test
+shows that two rows are equal, and nothing follows for other models, data, training lengths or
+settings, including the paper's. All seeds of a study learn the same images: they differ in initial
+weights, order and augmentation, so deviations and intervals say nothing of the choice of images.
+
+## How to check a line
 
 `python -m scripts.results` writes this page from `results/*.jsonl`, which hold a
-line for each run; `make publish` adds one. To check a line, train its configuration again at its
-git revision: on a CPU, with the same versions and threads, the weights are equal bit for bit. Their
-sha256 is over their names and bytes, but in lines of git revisions before ff43bbae60 over their
-file. cifar10_5k and digits100 lack the threads (digits100: `OMP_NUM_THREADS=1`), and their sha256
-may differ for equal weights.
+line for each run, with its configuration, its versions and its git revision, an earlier one. To
+check a line, train its configuration again at that revision: on a CPU, with the same versions and
+threads, the weights are equal bit for bit. Their sha256 is over their names and bytes, in lines of
+revisions before ff43bbae60 over their file. cifar10_5k and digits100 lack the threads (digits100:
+`OMP_NUM_THREADS=1`).
+
+`python results/cifar10_jpeg.py` writes the images of cifar10_1k and cifar10_5k, and
+`python results/digits_fit.py` those of digits_fit. Another JPEG library than that of the runs can
+give other pixels; then the split is the same, but no weights are equal bit for bit.
+`results/openmixup_cifar100.yaml` is a study that nobody has run.
 """
 
 
 def results_page(results: Path) -> str:
-    """Returns docs/results.md: the studies that have run, then those that are registered."""
-    sections: list[str] = []
-    pilots = ["## Pilots\n\nWhat was tried before a study was fixed. These runs were not kept.\n"]
-    registered = []
-    for path in sorted(results.glob("*.yaml")):
-        study = read(path)
-        if path.with_suffix(".jsonl").exists():
-            sections += _section(path, study)
-            pilots.append(f"**{study.title}.** {study.pilot.strip()}\n")
-        else:
-            registered.append(f"[{study.title}](../results/{path.name})")
-    not_run = f"No row of the paper's tables. Registered: {'; '.join(registered)}."
-    return "\n".join([HEAD, *sections, f"## Not run\n\n{not_run}\n", READING, *pilots])
+    """Returns docs/results.md: verdict, tables of the studies that have run, and how."""
+    tables = []
+    others = []
+    how = ["## How the runs were made\n"]
+    for path in sorted(results.glob("*.jsonl")):
+        file = path.with_suffix(".yaml")
+        study = read(file)
+        part, _ = part_of(str(file), study)
+        table = study_table(part, read_store(path))
+        tables += [f"## {study.title}\n", *_main_tables(table)]
+        others.append(_other_texts(table, path.stem))
+        link = f"[`results/{file.name}`](../results/{file.name})"
+        command = f"`make study FILE=results/{file.name}`"
+        how.append(f"### {path.stem}\n\n{link}, which {command} trains. {study.about.strip()}\n")
+        how.append("\n".join(f"- {note}" for note in table.all_notes()) + "\n")
+    further = as_markdown(without_empty(pd.concat(others).fillna("-")))
+    tables.append(f"## Loss, top-5 and top-1 of the same runs\n\n{further}\n")
+    return "\n".join([VERDICT, *tables, *how, HOW])
 
 
-def _section(path: Path, study: Study) -> Iterator[str]:
-    """Yields Markdown of a study and its published runs."""
-    runs = read_store(path.with_suffix(".jsonl"))
-    whole, _ = part_of(str(path), study)
-    table = study_table(whole, runs)
-    file = f"results/{path.name}"
-    finished = f"{len(table.counted.runs)} of {whole.num_runs} runs are finished"
-    yield f"## {study.title}\n"
-    yield f"{finished}, of [`{file}`](../{file}), which `make study FILE={file}` trains.\n"
-    yield table.markdown(level=3)
-    yield f"\n{study.about.strip()} Fixed before the first run.\n"
-    if study.source:
-        yield f"Quoted, not trained here: {study.source.strip()}.\n"
-        texts = [
-            {"row": row, "column": column, "top-1 [%]": formatted(printed.get("top1"), ".2f")}
-            for row, column, printed in study.quotes
-        ]
-        yield f"{as_markdown(pd.DataFrame(texts))}\n"
+def _main_tables(table: Table) -> list[str]:
+    return [f"{text}\n" for text in table.main_tables(level=3)]
+
+
+def _other_texts(table: Table, name: str) -> pd.DataFrame:
+    """Returns the other outcomes of a study, with its name in front."""
+    texts = table.other_texts()
+    texts.insert(0, "study", name)
+    return texts
 
 
 def publish(run: Path, file: Path) -> Path:
@@ -109,5 +119,6 @@ def publish(run: Path, file: Path) -> Path:
     if path.exists():
         lines = path.read_text().splitlines()
     others = [text for text in lines if run_hash(config_of(json.loads(text))) != own_hash]
-    write_text(path, "\n".join([*others, json.dumps(line)]) + "\n")
+    others.append(json.dumps(line))
+    write_text(path, "\n".join(others) + "\n")
     return path

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,7 +29,6 @@ from reproduction.config import (
     Config,
     Count,
     FolderName,
-    Fraction,
     Whole,
     schema,
     validated,
@@ -114,16 +112,12 @@ class Study:
 
     title: str
     about: str = ""
-    pilot: str = ""
     overrides: list[str] = Field(default_factory=list)  # of all rows
     rows: dict[FolderName, Annotated[StudyRow, BeforeValidator(_mapping_of)]] = Field(min_length=1)
     seeds: Count = 3  # how many
     # Only runs with the seeds that a command asks for count: from this one on, `seeds` of them
     # unless it says how many.
     first_seed: Whole = 0
-    # Interim looks, {number of seeds: level of significance}: the table shows the largest one whose
-    # runs are all finished, and no seed beyond it.
-    looks: dict[Count, Fraction] = Field(default_factory=dict)
     # The outcome by which rows are tested; without it the accuracy, as `judged_by` chooses.
     tested: Annotated[Outcome | None, BeforeValidator(_tested)] = None
     smoke: list[str] = Field(default_factory=list)  # more overrides, at this scale
@@ -135,7 +129,11 @@ class Study:
     @property
     def quotes(self) -> list[tuple[str, str, Printed]]:
         """What is quoted: row, column and values."""
-        return [(row, *each) for row, columns in self.quoted.items() for each in columns.items()]
+        found = []
+        for row, columns in self.quoted.items():
+            for column, printed in columns.items():
+                found.append((row, column, printed))
+        return found
 
     def __post_init__(self) -> None:
         for name, row in self.rows.items():
@@ -148,10 +146,6 @@ class Study:
             if row.against is not None and row.against not in others:
                 allowed = ", ".join(others) or "left out, as there is no other row"
                 raise ValueError(f"rows.{name}.against={row.against}: must be one of {allowed}")
-        for title, place in self.figures.items():
-            if place.partition("/")[0] not in self.rows:
-                rule = f"must be ROW/PICTURE of one of {', '.join(self.rows)}"
-                raise ValueError(f"figures.{title}={place}: {rule}")
 
 
 def studies(name: str) -> dict[str, Study]:
@@ -216,7 +210,7 @@ def cells(name: str, study: Study) -> list[Cell]:
     num_sweeps = sum(len(plans) > 1 for plans in expanded.values())
     found = []
     for row, plans in expanded.items():
-        differ = [len({*overrides}) > 1 for overrides in zip(*plans, strict=True)]
+        differ = [len(set(overrides)) > 1 for overrides in zip(*plans, strict=True)]
         for overrides in plans:
             swept = [
                 override for override, differs in zip(overrides, differ, strict=True) if differs
@@ -238,7 +232,7 @@ def cells(name: str, study: Study) -> list[Cell]:
 
 def swept_texts(overrides: Sequence[str]) -> list[str]:
     """Returns swept overrides by the short names of their keys."""
-    read = [*map(override_of, overrides)]
+    read = [override_of(override) for override in overrides]
     names = short_names([override.key for override in read])
     return [f"{name}={override.typed}" for name, override in zip(names, read, strict=True)]
 
@@ -246,8 +240,8 @@ def swept_texts(overrides: Sequence[str]) -> list[str]:
 def short_names(keys: Sequence[str]) -> list[str]:
     """Returns keys without their groups, unless two of them then look alike."""
     names = [last_part(key) for key in keys]
-    if len({*names}) < len(names):
-        return [*keys]
+    if len(set(names)) < len(names):
+        return list(keys)
     return names
 
 
@@ -312,7 +306,7 @@ class Part:
 
     @property
     def num_runs(self) -> int:
-        return len({*self.row_hashes.values()}) * len(self.seeds)
+        return len(set(self.row_hashes.values())) * len(self.seeds)
 
     @property
     def file(self) -> str:
@@ -323,7 +317,9 @@ class Part:
         place = self.name
         if place not in PAPERS:
             path = Path(place).resolve()
-            place = str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+            place = str(path)
+            if path.is_relative_to(ROOT):
+                place = str(path.relative_to(ROOT))
         tail = f"-{digest([place, self.row_hashes, self.seeds, self.scale])}"
         return cut(stem, LONGEST_NAME, tail)
 
@@ -386,13 +382,9 @@ def part_of(
             reason = f"{without[0]} has no recipe.metrics.{metric}=package.module:factory"
             raise UserError(f"tested={study.tested.name}: {reason}")
     changes = [override for override in more if changes_result(override_of(override).key)]
-    if changes:
-        check_rows(trained, study, scale, configs, changes)
     shown = study
     if scale == SMOKE:
-        data = ", ".join(sorted({config.dataset.name for config in configs.values()}))
-        shown = on_other_data(study, data)
-        changes = [*SHORT, *study.smoke, *changes]
+        changes = SHORT + study.smoke + changes
     if changes:
         shown = unprinted(shown)
     is_paper = name in PAPERS and has_all_rows
@@ -416,30 +408,21 @@ def unprinted(study: Study) -> Study:
     return replace(study, rows=rows, quoted={}, notes=[])
 
 
-def on_other_data(study: Study, data: str) -> Study:
-    """Returns a study whose titles name the data that stand in for those of its rows."""
-    rows = {}
-    for name, row in study.rows.items():
-        column = f"{row.column} (here {data})" if row.column else ""
-        rows[name] = replace(row, column=column)
-    return replace(study, title=f"{study.title} (here {data}, at smoke scale)", rows=rows)
-
-
 def seeds_of(study: Study, seeds: int | None, scale: str) -> list[int]:
     count = seeds or study.seeds
     if seeds is None and scale == SMOKE:
         count = 1
-    return [*range(study.first_seed, study.first_seed + count)]
+    return list(range(study.first_seed, study.first_seed + count))
 
 
 def overrides_of_cell(cell: Cell, study: Study, scale: str, more: Sequence[str]) -> list[str]:
     """Returns the overrides of a cell at a scale. The last override for a key counts."""
-    overrides = [*cell.overrides]
+    overrides = list(cell.overrides)
     if scale == SMOKE:
-        overrides += [*SHORT, *study.smoke]
+        overrides += SHORT + study.smoke
         if compose([*overrides, *more]).augmentation.htm is not None:
             overrides += MIXING
-    return [*overrides, *more]
+    return overrides + list(more)
 
 
 def check_overrides(study: Study, more: Sequence[str]) -> None:
@@ -461,20 +444,3 @@ def overlap(key: str, other: str) -> bool:
     if key in groups or other in groups:
         return False
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
-
-
-def check_rows(
-    trained: Sequence[Cell],
-    study: Study,
-    scale: str,
-    configs: Mapping[str, Config],
-    changes: Sequence[str],
-) -> None:
-    """Raises UserError if overrides make one run of two rows."""
-    for cell, other in combinations(trained, 2):
-        if row_hash(configs[cell.label]) != row_hash(configs[other.label]):
-            continue
-        ours, theirs = (compose(overrides_of_cell(x, study, scale, [])) for x in (cell, other))
-        if row_hash(ours) != row_hash(theirs):
-            overrides = " ".join(changes)
-            raise UserError(f"{overrides}: makes one run of {cell.label} and {other.label}")

@@ -1,15 +1,14 @@
 """Tables of runs: means over seeds and paired differences, as numbers, Markdown and a page.
 
-A table is a frame of numbers, a line for each row and outcome. Text is made of it last. A frame of
-rows, by a key of each, has what is known before there are numbers: `row_hash` of its runs (none of
-a row that is quoted), the key of the row that it is compared with, and what is printed of it.
+`study_table` and `runs_table` say what is known of each row, `judged` adds its numbers, a line for
+each row and outcome, `texts_of` makes text of them, and a `Table` writes it.
 """
 
 import math
 import os
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from reproduction.files import cut, write_text
 from reproduction.identity import digest, row_hash, run_hash
 from reproduction.studies.plots import draw
 from reproduction.studies.runs import (
+    LOSS,
     MEASURES,
     OUTCOMES,
     STACK_KEY,
@@ -34,28 +34,62 @@ from reproduction.studies.runs import (
     judged_by,
     row_settings,
 )
-from reproduction.studies.study import Part, Study, short_names
+from reproduction.studies.study import Part, Printed, Study, short_names
 
 REPORT = "report"  # the folder of tables beside the runs
 MOST_NAMED = 5  # runs that are not counted
 NOTHING = "-"
+P = ".3f"  # the format of p-values
 LEAST_PAIRS = 3  # for a test: with two, the 95 % interval is +-12.7 standard errors
 ROUNDING = 1e-9  # in points or nats: differences that differ by less are equal
-COMPARED = ["pairs", "difference", "below", "low", "high", "p", "untestable"]
+COMPARED = [
+    "pairs",
+    "difference",
+    "below",
+    "low",
+    "high",
+    "p",
+    "untestable",
+    "printed_difference",
+]
 # Keys that stand for what comes with them: another model has other sizes, another stack other
 # settings of its methods.
 NAMES = ("model.name", "dataset.name", STACK_KEY)
 HOW_TO_READ = """\
-Mean +/- standard deviation over n seeds of accuracies and of the held-out cross-entropy after the
-last epoch, on the test set of CIFAR, the validation set of ImageNet. Median: of the last ten
-epochs. Best: of all, or of the last ten, on these same images, which is optimistic. Selected: on
-the test set, of the epoch with the best validation accuracy. Mixed: the share of samples that HTM
-mixes, over training, and the tokens replaced in each in the last epoch. Hours: of all n runs.
-Difference: from the row that is named, over the seeds that both have (pairs); the paper's: of the
-printed values; lower in: pairs whose loss falls; p: by a two-sided paired t-test, then corrected by
-Holm for the other tests of the table. Intervals are not corrected for their number."""
+Mean +/- standard deviation over n seeds, after the last epoch, on the test set of CIFAR and the
+validation set of ImageNet. Difference: from the row that is named, over the seeds that both have
+(`pairs`, if they are fewer than n), with its 95 % interval, which is not corrected for the number
+of intervals. p: of a two-sided paired t-test, corrected by Holm for the other tests of the table.
+Paper: the printed value. Easy: the share of samples whose difficulty is below tau. Mixed: the share
+of samples in which HTM replaced a token. Both are means over training."""
 
 # --- numbers ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What is known of a row before there are numbers."""
+
+    key: str
+    row_hash: str = ""  # of its runs; a row that is quoted has none
+    study: str = ""
+    row: str = ""  # its name in the study
+    text: str = ""
+    column: str = ""  # the title of the part of the table that has it
+    against: str | None = None  # the key of the row that it is compared with
+    compared_with: str = NOTHING
+    role: str = ""
+    printed: Printed = field(default_factory=dict)
+    state: str = NOTHING  # of its runs that are not finished
+    values: Mapping[str, Any] = field(default_factory=dict)  # by the keys that tell rows apart
+
+
+def frame_of(rows: Sequence[Row], keys: Sequence[str]) -> pd.DataFrame:
+    """Returns a frame of rows, with a column for each of these keys."""
+    frame = pd.DataFrame([asdict(row) for row in rows]).set_index("key")
+    for key in keys:
+        frame[key] = [row.values.get(key, NOTHING) for row in rows]
+    return frame.drop(columns="values")
 
 
 def judged(
@@ -65,124 +99,129 @@ def judged(
 
     A row that is `untested` has no p; one that is `primary` is not corrected for the others.
     """
-    found = [(run.seed, run.row_hash, run.outcomes.get(outcome, nan)) for run in runs]
-    values = pd.DataFrame(found, columns=["seed", "row_hash", "value"])
-    values = values.pivot(index="seed", columns="row_hash", values="value").astype(float)
-    values = values.reindex(columns=rows.row_hash).set_axis(rows.index, axis="columns")
-    measures = [{"row_hash": run.row_hash, **run.measures} for run in runs]
-    means = pd.DataFrame(measures, columns=["row_hash", *MEASURES]).groupby("row_hash").mean()
-    numbers = rows.drop(columns="printed").assign(
+    values = by_seed(runs, outcome).reindex(columns=rows.row_hash)
+    values.columns = rows.index
+    numbers = rows.assign(
         outcome=outcome.measure,
         half=outcome.split,
         n=values.count(),
         mean=values.mean(),
         std=values.std(),
-        printed=[x.get(outcome.measure, nan) for x in rows.printed],
+        printed=[printed.get(outcome.measure, nan) for printed in rows.printed],
     )
     if outcome.split == "validation":  # papers print accuracies on the test set
         numbers["printed"] = nan
     bases = rows.against.dropna()
-    compared = {key: paired(values[key], values[base]) for key, base in bases.items()}
-    numbers = numbers.join(pd.DataFrame.from_dict(compared, orient="index", columns=COMPARED))
-    base_printed = numbers.printed.reindex(bases).set_axis(bases.index)
-    numbers["printed_difference"] = numbers.printed - base_printed
-    numbers["p"] = numbers.p.astype(float).mask((rows.role == "untested") | (not is_main))
+    compared = []
+    for key, base in bases.items():
+        printed_difference = numbers.printed[key] - numbers.printed[base]
+        line = paired(values[key], values[base])
+        compared.append(line | {"printed_difference": printed_difference})
+    numbers = numbers.join(pd.DataFrame(compared, index=bases.index, columns=COMPARED))
+    is_tested = is_main & (rows.role != "untested")
+    numbers["p"] = numbers.p.astype(float).where(is_tested)
     numbers["p_holm"] = holm(numbers.p[rows.role == ""])
-    return numbers.join(means, on="row_hash")
+    return numbers.join(means_of(runs), on="row_hash")
 
 
-def paired(ours: pd.Series, base: pd.Series) -> list[Any]:
+def by_seed(runs: Sequence[Run], outcome: Outcome) -> pd.DataFrame:
+    """Returns the values of an outcome, a line for each seed, a column for each row's hash."""
+    found = [(run.seed, run.row_hash, run.outcomes.get(outcome, nan)) for run in runs]
+    values = pd.DataFrame(found, columns=["seed", "row_hash", "value"])
+    return values.pivot(index="seed", columns="row_hash", values="value").astype(float)
+
+
+def means_of(runs: Sequence[Run]) -> pd.DataFrame:
+    """Returns the means of what runs measured, by their rows' hash."""
+    columns = ["row_hash", *MEASURES]
+    measures = [run.measures | {"row_hash": run.row_hash} for run in runs]
+    return pd.DataFrame(measures, columns=columns).groupby("row_hash").mean()
+
+
+def paired(ours: pd.Series, base: pd.Series) -> dict[str, Any]:
     """Compares values by seed. A test needs three pairs whose differences are not all equal."""
     gap = (ours - base).dropna()
-    found = [len(gap), gap.mean(), (gap < 0).sum()]
-    if 0 < len(gap) < LEAST_PAIRS:
-        return [*found, nan, nan, nan, f"needs {LEAST_PAIRS} pairs"]
-    if gap.max() - gap.min() <= ROUNDING:
-        return [*found, nan, nan, nan, "equal differences"]
+    found = {"pairs": len(gap), "difference": gap.mean(), "below": (gap < 0).sum()}
     if gap.empty:
-        return [*found, nan, nan, nan, ""]
+        return found
+    if len(gap) < LEAST_PAIRS:
+        return found | {"untestable": f"needs {LEAST_PAIRS} pairs"}
+    if gap.max() - gap.min() <= ROUNDING:
+        return found | {"untestable": "equal differences"}
     from scipy.stats import ttest_1samp  # takes seconds to import
 
     test = ttest_1samp(gap, 0)
-    return [*found, *test.confidence_interval(), test.pvalue, ""]
+    low, high = test.confidence_interval()
+    return found | {"low": low, "high": high, "p": test.pvalue}
 
 
 def holm(p: pd.Series) -> pd.Series:
     """Returns Holm's adjusted p-values of a family of tests."""
     ranked = p.dropna().sort_values(kind="stable")
-    return (ranked * [*range(len(ranked), 0, -1)]).clip(upper=1).cummax()
+    num_left = list(range(len(ranked), 0, -1))
+    return (ranked * num_left).clip(upper=1).cummax()
 
 
 # --- text ---------------------------------------------------------------------------------------
 
 
-def formatted(value: float | None, spec: str) -> str:
-    """Formats a number; a dash stands for one that is missing."""
-    return NOTHING if value is None or math.isnan(value) else f"{value:{spec}}"
+def formatted(values: pd.Series, spec: str) -> pd.Series:
+    """Formats numbers; a dash stands for one that is missing."""
+    texts = [number(value, spec) for value in values]
+    return pd.Series(texts, index=values.index, dtype=object)
 
 
-def p_text(p: float) -> str:
-    """Formats with three decimals, or two significant digits below 0.001."""
-    return f"{p:.1e}" if p < 0.001 else formatted(p, ".3f")
+def number(value: float, spec: str) -> str:
+    """Formats a number: a p-value with three decimals, or two significant digits below 0.001."""
+    if pd.isna(value):
+        return NOTHING
+    if spec == P and value < 0.001:
+        return f"{value:.1e}"
+    return format(value, spec)
 
 
-def hours(seconds: float, decimals: int) -> str:
-    """Formats seconds as hours; those that would be 0.0 with one significant digit."""
-    text = formatted(seconds / 3600, f".{decimals}f")
-    return f"{seconds / 3600:.1g}" if seconds > 0 and float(text) == 0 else text
+def texts_of(lines: pd.DataFrame, outcome: Outcome) -> pd.DataFrame:
+    """Returns lines of one outcome as text: what a row is compared with, and its difference."""
+    signed = f"+{outcome.spec}"
+    mean = formatted(lines["mean"], outcome.spec)
+    deviation = " +/- " + formatted(lines["std"], outcome.spec)
+    interval = formatted(lines.low, signed) + " to " + formatted(lines.high, signed)
+    below = formatted(lines.below, ".0f") + " of " + formatted(lines.pairs, ".0f") + " pairs"
+    texts = pd.DataFrame(index=lines.index)
+    texts["n"] = formatted(lines.n, "d")
+    texts["mean"] = mean + deviation.where(lines["std"].notna(), "")
+    texts["paper [%]"] = formatted(lines.printed, ".2f")
+    texts["compared with"] = lines.compared_with
+    texts["pairs"] = formatted(lines.pairs.where(lines.pairs != lines.n), ".0f")
+    texts["difference"] = formatted(lines.difference.astype(float), signed)
+    reason = lines.untestable.astype(object).fillna(NOTHING)
+    texts["95 % interval"] = interval.where(lines.low.notna(), reason)
+    if outcome.measure == LOSS.measure:
+        texts["lower loss in"] = below.where(lines.pairs > 0, NOTHING)
+    return texts
 
 
-def texts_of(
-    lines: pd.DataFrame, heads: dict[str, str], outcome: Outcome, is_main: bool
-) -> pd.DataFrame:
-    """Returns lines of one outcome as text, without columns that have nothing to show."""
+def texts_of_main(lines: pd.DataFrame, heads: dict[str, str], outcome: Outcome) -> pd.DataFrame:
+    """Returns lines of the main outcome as text, without columns that have nothing to show."""
+    names = {
+        "mean": f"{outcome.title} [{outcome.unit}]",
+        "difference": f"difference [{outcome.gap}]",
+    }
+    own = texts_of(lines, outcome).rename(columns=names)
+    p = formatted(lines.p_holm.fillna(lines.p), P)
+    p = p.where(lines.role != "primary", p + " (primary)")
+    own["p (Holm)"] = p.where(lines.role != "untested", "untested")
+    own["easy [%]"] = formatted(100 * lines.easy_share, ".1f")
+    own["mixed [%]"] = formatted(100 * lines.mixed_share, ".1f")
+    if outcome.split == "validation":
+        own["test top-1 [%]"] = formatted(lines.top1_last, ".2f")
+    titles = lines[list(heads)].rename(columns=heads)
+    return without_empty(titles.join(own))
 
-    def of(name: str, spec: str, factor: float = 1) -> list[str]:
-        return [formatted(factor * x, spec) for x in lines[name]]
 
-    def pair(first: str, word: str, second: str, spec: str) -> list[str]:
-        both = zip(of(first, spec), of(second, spec), strict=True)
-        return [x if y == NOTHING else f"{x} {word} {y}" for x, y in both]
-
-    def tested(texts: list[str]) -> list[str]:
-        return [x or y for x, y in zip(lines.untestable.fillna(""), texts, strict=True)]
-
-    means = of("mean", outcome.spec)
-    columns = {title: [*lines[name]] for name, title in heads.items()}
-    columns["n"] = of("n", "d")
-    columns[f"{outcome.title} [{outcome.unit}]"] = pair("mean", "+/-", "std", outcome.spec)
-    if is_main and outcome.split == "validation":
-        columns["test top-1 [%]"] = of("top1_last", ".2f")
-    columns["paper [%]"] = of("printed", ".2f")
-    columns["easy [%]"] = of("easy_share", ".1f", 100)
-    columns["mixed [%]"] = of("mixed_share", ".1f", 100)
-    columns["compared with"] = [*lines.against_text]
-    columns["pairs"] = of("pairs", ".0f")
-    columns[f"difference [{outcome.gap}]"] = of("difference", f"+{outcome.spec}")
-    if is_main:
-        columns["paper's difference [points]"] = of("printed_difference", "+.2f")
-    columns["95 % interval"] = tested(pair("low", "to", "high", f"+{outcome.spec}"))
-    if is_main:
-        columns["p"] = tested([p_text(p) for p in lines.p])
-        corrected = tested([p_text(p) for p in lines.p_holm])
-        columns["p (Holm)"] = [x or y for x, y in zip(lines.role, corrected, strict=True)]
-    if outcome.measure == "loss":
-        columns["lower in"] = pair("below", "of", "pairs", ".0f")
-    if is_main:
-        best = {
-            "median [%]": of("top1_median10", ".2f"),
-            "best [%]": of("top1_best", ".2f"),
-            "best of 10 [%]": of("top1_best10", ".2f"),
-        }
-        columns |= {title: texts for title, texts in best.items() if texts != means}
-        columns["selected [%]"] = of("top1_selected", ".2f")
-        columns["tokens of easy"] = of("easy_tokens", ".1f")
-        columns["tokens of mixed"] = of("mixed_tokens", ".1f")
-        columns["hours"] = [hours(x, 1) for x in lines.seconds * lines.n]
-        columns["status"] = [*lines.state]
-    texts = pd.DataFrame(columns)
-    empty = texts.columns[(texts == NOTHING).all()].difference([*heads.values()])
-    return texts.drop(columns=empty)
+def without_empty(texts: pd.DataFrame) -> pd.DataFrame:
+    """Leaves out columns that have nothing to show."""
+    return texts.loc[:, (texts != NOTHING).any()]
 
 
 def as_markdown(texts: pd.DataFrame) -> str:
@@ -199,7 +238,8 @@ class Table:
     name: str  # of its files
     title: str
     about: list[str]  # what it is of, above it
-    outcomes: list[Outcome]  # the first is what it is about
+    main: Outcome  # what it is about
+    others: list[Outcome]
     numbers: pd.DataFrame
     heads: dict[str, str]  # columns that name a row, with their titles
     keys: list[str]  # columns of settings, over which it is drawn
@@ -207,46 +247,68 @@ class Table:
     notes: list[str]
     study: Study | None = None  # of the runs, if one names them
 
-    @property
-    def main(self) -> Outcome:
-        return self.outcomes[0]
-
-    def sections(self, outcome: Outcome) -> Iterator[tuple[str, pd.DataFrame]]:
-        """Yields title and lines of each column of a table; together they have all rows."""
+    def of_outcome(self, outcome: Outcome) -> pd.DataFrame:
+        """Returns the lines of an outcome."""
         numbers = self.numbers
-        own = numbers[(numbers.outcome == outcome.measure) & (numbers.half == outcome.split)]
-        for column, lines in own.groupby("column", sort=False):
-            others = outcome.title if column else outcome.title.capitalize()
-            parts = [column] if outcome == self.main else [column, others]
-            yield ": ".join(filter(None, parts)), lines
+        return numbers[(numbers.outcome == outcome.measure) & (numbers.half == outcome.split)]
 
-    def as_markdown(self, lines: pd.DataFrame, outcome: Outcome) -> str:
-        return as_markdown(texts_of(lines, self.heads, outcome, outcome == self.main))
+    def sections(self) -> Iterator[tuple[str, pd.DataFrame]]:
+        """Yields title and finished rows of each part of the table, of which there may be none."""
+        for title, lines in self.of_outcome(self.main).groupby("column", sort=False):
+            yield str(title), lines[lines.n > 0]
 
-    def markdown(self, level: int = 2, is_short: bool = False) -> str:
+    def main_tables(self, level: int = 2) -> Iterator[str]:
+        """Yields Markdown of the main outcome, a table for each part."""
+        for title, lines in self.sections():
+            if lines.empty:
+                continue
+            if title:
+                yield f"{'#' * level} {title}"
+            yield as_markdown(texts_of_main(lines, self.heads, self.main))
+
+    def other_texts(self) -> pd.DataFrame:
+        """Returns the finished rows of all other outcomes as one frame of text."""
+        parts = [pd.DataFrame()]
+        for outcome in self.others:
+            lines = self.of_outcome(outcome)
+            lines = lines[lines.n > 0]
+            titles = lines[list(self.heads)].rename(columns=self.heads)
+            titles.insert(0, "part", lines.column.replace("", NOTHING))
+            titles["outcome"] = f"{outcome.title} [{outcome.unit}]"
+            parts.append(titles.join(texts_of(lines, outcome)))
+        texts = pd.concat(parts).fillna(NOTHING)
+        return texts.rename(columns={"mean": "mean +/- deviation"})
+
+    def markdown(self, is_short: bool = False) -> str:
         """Returns Markdown of the finished rows, with notes on the others.
 
-        If short, the sections are those of the main outcome alone.
+        If short, it has the main outcome alone.
         """
-        parts = [f"{text}\n" for text in self.about]
-        for outcome in self.outcomes[:1] if is_short else self.outcomes:
-            for title, lines in self.sections(outcome):
-                finished = lines[lines.n > 0]
-                if title and not finished.empty:
-                    parts.append(f"{'#' * level} {title}\n")
-                if not finished.empty:
-                    parts.append(f"{self.as_markdown(finished, outcome)}\n")
-        notes = [*self.notes]
-        main = pd.concat([lines for _, lines in self.sections(self.main)])
-        missing = ((main.n == 0) & (main.row_hash != "")).sum()  # others are quoted
-        if missing:
-            notes.append(f"rows without a finished run: {missing}")
-        return "\n".join([*parts, *(f"- {note}" for note in [*notes, *notes_of(self.counted)])])
+        parts = [*self.about, *self.main_tables()]
+        others = self.other_texts()
+        if not is_short and not others.empty:
+            parts.append("## Other outcomes")
+            parts.append(as_markdown(without_empty(others)))
+        parts.append("\n".join(f"- {note}" for note in self.all_notes()))
+        return "\n\n".join(parts)
+
+    def all_notes(self) -> Iterator[str]:
+        """Yields the notes of the study, and on the runs."""
+        yield from self.notes
+        missing = self.missing()
+        num_missing = (missing.row_hash != "").sum()  # others are quoted
+        if num_missing:
+            yield f"rows without a finished run: {num_missing}"
+        yield from notes_of(self.counted)
+
+    def missing(self) -> pd.DataFrame:
+        """Returns the rows without a finished run, among them those that are quoted."""
+        lines = self.of_outcome(self.main)
+        return lines[lines.n == 0]
 
     def csv(self) -> str:
         """Returns the unrounded numbers, a line for each row and outcome."""
-        inner = ["row_hash", "against", "text"]
-        numbers = self.numbers.drop(columns=inner).rename(columns={"against_text": "compared_with"})
+        numbers = self.numbers.drop(columns=["row_hash", "against", "text"])
         return numbers.replace(NOTHING, nan).to_csv(index=False, lineterminator="\n")
 
     def write_page(self, outputs: Path) -> Path:
@@ -263,10 +325,10 @@ class Table:
         return path
 
     def _plots(self, page: Path) -> Iterator[str]:
-        for number, (title, lines) in enumerate(self.sections(self.main), start=1):
+        for number, (title, lines) in enumerate(self.sections(), start=1):
             path = page.with_name(f"{self.name}-{number}.svg")
-            if lines.n.any():
-                draw(path, lines[lines.n > 0], self.main, self.keys)
+            if not lines.empty:
+                draw(path, lines, self.main, self.keys)
                 yield f"![{title}]({quote(path.name)})"
 
     def _of_study(self, study: Study, folder: Path) -> Iterator[str]:
@@ -275,66 +337,67 @@ class Table:
         def link(path: Path) -> str:
             return quote(os.path.relpath(path, folder))
 
-        runs = self.counted.runs
-        hashes = dict(zip(self.numbers.row, self.numbers.row_hash, strict=True))
+        lines = self.of_outcome(self.main)
+        runs_of = defaultdict(list)
+        for run in self.counted.runs:
+            runs_of[run.row_hash].append(run)
         for title, place in study.figures.items():
             row, _, name = place.partition("/")
-            own = [run.path / name for run in runs if run.row_hash == hashes[row]]
-            drawn = [path for path in own if path.exists()]
+            pictures = [run.path / name for run in runs_of[hash_of(lines, row)]]
+            drawn = [path for path in pictures if path.exists()]
             if drawn:
                 yield f"## {title}\n\n![{title}]({link(drawn[0])})"
-        for title, lines in self.sections(self.main):
-            for key, text in zip(lines.row_hash, lines.text, strict=True):
-                of_row = [run for run in runs if run.row_hash == key]
-                links = [f"[{run.name}]({link(run.path / 'report.md')})" for run in of_row]
-                if links:
-                    yield f"- {text}: {', '.join(links)}"
-            if (lines.n == 0).any():
-                head = f"## Rows without a run: {title}".removesuffix(": ")
-                yield f"{head}\n\n{self.as_markdown(lines[lines.n == 0], self.main)}"
+        for key, text in zip(lines.row_hash, lines.text, strict=True):
+            links = [f"[{run.name}]({link(run.path / 'report.md')})" for run in runs_of[key]]
+            if links:
+                yield f"- {text}: {', '.join(links)}"
+        missing = self.missing()
+        if not missing.empty:
+            texts = texts_of_main(missing, self.heads | {"column": "part"}, self.main)
+            yield f"## Rows without a run\n\n{as_markdown(texts)}"
         yield f"## How to read the tables\n\n{HOW_TO_READ}"
+
+
+def hash_of(lines: pd.DataFrame, row: str) -> str:
+    """Returns the hash of the first line of a row."""
+    return str(lines.row_hash[lines.row == row].iloc[0])
 
 
 def notes_of(counted: Counted) -> Iterator[str]:
     """Yields which runs are not counted, and how many are, with their hours and git revisions."""
-    left_out = [*counted.left_out.items()]
+    left_out = list(counted.left_out.items())
     for path, reason in left_out[:MOST_NAMED]:
         yield f"not counted: {path.name}: {reason}"
     if len(left_out) > MOST_NAMED:
         yield f"and {len(left_out) - MOST_NAMED} more that are not counted"
-    codes = dict.fromkeys((run.row_hash, run.code) for run in counted.runs)
-    by_row = Counter(row for row, _ in codes)
-    several = [code for row, code in codes if by_row[row] > 1]
+    codes = defaultdict(set)
+    for run in counted.runs:
+        codes[run.row_hash].add(run.code)
+    several = [code for of_row in codes.values() if len(of_row) > 1 for code in sorted(of_row)]
     if several:
         yield f"runs of one row are of several versions of code: {'; '.join(several)}"
     revisions = sorted({revision for run in counted.runs for revision in run.revisions})
-    seconds = math.fsum(run.measures.get("seconds", 0.0) for run in counted.runs)
-    runs = "1 finished run" if len(counted.runs) == 1 else f"{len(counted.runs)} finished runs"
-    yield f"{runs}, {hours(seconds, 2)} hours in total, git {', '.join(revisions) or 'unknown'}"
+    hours = math.fsum(run.measures.get("seconds", 0.0) for run in counted.runs) / 3600
+    git = ", ".join(revisions) or "unknown"
+    runs = f"{len(counted.runs)} finished runs"
+    if len(counted.runs) == 1:
+        runs = "1 finished run"
+    yield f"{runs}, {hours:.2f} hours in total, git {git}"
 
 
-def table_of(
-    rows: list[dict[str, Any]], runs: Sequence[Run], outcomes: list[Outcome], **known: Any
-) -> Table:
-    """Returns the table of rows, by their `key`; outcomes after the first that no run has go."""
-    blank: dict[str, Any] = {
-        "study": "",
-        "row": "",
-        "text": "",
-        "column": "",
-        "row_hash": "",
-        "against": None,
-    }
-    blank |= {"against_text": NOTHING, "role": "", "printed": {}, "state": NOTHING}
-    frame = pd.DataFrame([blank | row for row in rows]).set_index("key")
-    swept = [key for key in frame if key not in blank]
-    frame[swept] = frame[swept].fillna(NOTHING)
-    main, *others = outcomes
-    seen = [x for x in others if any(x in run.outcomes for run in runs)]
-    numbers = [judged(frame, runs, outcome, outcome == main) for outcome in (main, *seen)]
+def numbers_of(
+    rows: Sequence[Row], keys: Sequence[str], runs: Sequence[Run], outcomes: Sequence[Outcome]
+) -> pd.DataFrame:
+    """Returns the numbers of rows for each outcome, the main one first."""
+    frame = frame_of(rows, keys)
+    return pd.concat([judged(frame, runs, x, is_main=x == outcomes[0]) for x in outcomes])
+
+
+def judged_on(main: Outcome) -> list[str]:
+    """Says it if a table is not judged on the test set."""
     if main.split == "validation":
-        known["about"] = [*known["about"], "Judged on the validation split."]
-    return Table(outcomes=[main, *seen], numbers=pd.concat(numbers), keys=swept, **known)
+        return ["Judged on the validation split."]
+    return []
 
 
 # --- a study ------------------------------------------------------------------------------------
@@ -343,69 +406,62 @@ def table_of(
 def study_table(part: Part, runs: Sequence[Run]) -> Table:
     """Returns the table of a study: the main outcome by column, then the others."""
     study = part.study
-    hashes, texts = part.row_hashes, part.texts
-    names = {*hashes.values()}
+    names = set(part.row_hashes.values())
     chosen = counted([run for run in runs if run.row_hash in names and run.seed in part.seeds])
-    shown = chosen.runs
-    notes = [*study.notes]
-    if study.looks and not part.changes:  # which other runs have
-        seeds, note = look(study, len(names), chosen.runs)
-        shown = [run for run in chosen.runs if run.seed in seeds]
-        notes.insert(0, note)
-    rows = []
-    for cell in part.cells:
-        row = {
-            "key": cell.label,
-            "study": part.name,
-            "row": cell.row,
-            "text": texts[cell.label],
-            "column": cell.told.column,
-            "row_hash": hashes[cell.label],
-            "role": cell.told.role,
-            "printed": cell.told.printed,
-            **{key: as_typed(value) for key, value in cell.values.items()},
-        }
-        base = part.pairs.get(cell.label)
-        if base is not None and hashes[base] != hashes[cell.label]:  # two rows may be one run
-            row |= {"against": base, "against_text": texts[base]}
-        rows.append(row)
-    for name, column, printed in study.quotes:
-        row = {"key": f"quoted: {name}: {column}", "study": part.name, "row": name, "text": name}
-        rows.append(row | {"column": column, "printed": printed})
-    main = study.tested or judged_by(shown)
-    outcomes = dict.fromkeys([main, *OUTCOMES, *(x for run in shown for x in run.outcomes)])
-    return table_of(
-        rows,
-        shown,
-        [*outcomes],
+    rows = rows_of(part)
+    keys = list(dict.fromkeys(key for row in rows for key in row.values))
+    seen = {outcome for run in chosen.runs for outcome in run.outcomes}
+    main = study.tested or judged_by(chosen.runs)
+    known = dict.fromkeys([*OUTCOMES, *sorted(seen, key=lambda outcome: outcome.name)])
+    others = [outcome for outcome in known if outcome in seen and outcome != main]
+    notes = list(study.notes)
+    if study.quotes:
+        notes.append(f"quoted, not trained here: {study.source.strip() or 'the paper'}")
+    return Table(
         name=part.file,
         title=study.title,
-        about=part.about,
+        about=part.about + judged_on(main),
+        main=main,
+        others=others,
+        numbers=numbers_of(rows, keys, chosen.runs, [main, *others]),
         heads={"text": "row"},
+        keys=keys,
         counted=chosen,
         notes=notes,
         study=study,
     )
 
 
-def look(study: Study, num_rows: int, runs: Sequence[Run]) -> tuple[Sequence[int], str]:
-    """Returns the seeds of the latest look, and a note on it.
-
-    A look at n is of the first n seeds of the study, once each of its rows has a run of them.
-    """
-    counts = Counter(run.seed for run in runs)
-    whole = {seed for seed, count in counts.items() if count == num_rows}
-    seen: Sequence[int] = []
-    for n in sorted(study.looks):
-        seeds = range(study.first_seed, study.first_seed + n)
-        if whole.issuperset(seeds):
-            seen = seeds
-    levels = [f"{n} seeds (at {100 * level:g} %)" for n, level in study.looks.items()]
-    rule = f"Looks are at the first {' and the first '.join(levels)}, once all their runs are there"
-    reached = "none has been reached"
-    if seen:
-        reached = f"this is the look at {len(seen)}, seeds {seen[0]} to {seen[-1]}"
-    return seen, f"{rule}: {len(whole)} seeds are whole, {reached}."
+def rows_of(part: Part) -> list[Row]:
+    """Returns the rows of a study, then those that it quotes."""
+    rows = []
+    for cell in part.cells:
+        row = Row(
+            key=cell.label,
+            row_hash=part.row_hashes[cell.label],
+            study=part.name,
+            row=cell.row,
+            text=part.texts[cell.label],
+            column=cell.told.column,
+            role=cell.told.role,
+            printed=cell.told.printed,
+            values={key: as_typed(value) for key, value in cell.values.items()},
+        )
+        base = part.pairs.get(cell.label)
+        if base is not None and part.row_hashes[base] != row.row_hash:  # two rows may be one run
+            row = replace(row, against=base, compared_with=part.texts[base])
+        rows.append(row)
+    for name, column, printed in part.study.quotes:
+        row = Row(
+            key=f"quoted: {name}: {column}",
+            study=part.name,
+            row=name,
+            text=name,
+            column=column,
+            printed=printed,
+        )
+        rows.append(row)
+    return rows
 
 
 # --- any runs -----------------------------------------------------------------------------------
@@ -445,37 +501,55 @@ def _by_settings(
     heads, following = differing(settings)
     chosen = counted(runs)
     first = settings.iloc[0]
-    notes = [", ".join(first[name] for name in NAMES if name not in heads)]
+    shared = [first[name] for name in NAMES if name not in heads]
+    notes = []
+    if shared:
+        notes.append(", ".join(shared))
     if following:
         notes.append(f"differs as well: {', '.join(following)}")
     bases: dict[str, str | None] = {}
     if against is not None:
-        bases = bases_of(settings[[*heads, *following]], against)
-        alone = [*bases.values()].count(None)
+        bases = bases_of(settings[heads + following], against)
+    alone = [row for row, base in bases.items() if base is None]
+    if alone:
         reason = f"for each no row, or more than one, has {against} and differs in nothing else"
-        notes += [f"rows that are not compared: {alone}; {reason}"] * bool(alone)
-    order = settings[heads].apply(pd.to_numeric, errors="coerce").sort_values(heads).index
+        notes.append(f"rows that are not compared: {len(alone)}; {reason}")
     rows = []
-    for key in order if heads else settings.index:
-        done = {run.seed for run in chosen.runs if run.row_hash == key}
-        open_runs = [run for run in runs if run.row_hash == key and run.seed not in done]
-        states = [f"seed {run.seed} {chosen.left_out[run.path]}" for run in open_runs]
-        row = {"key": key, "row_hash": key, **settings.loc[key, heads]}
-        row["state"] = "; ".join([f"{len(done)} finished", *states])
-        if bases.get(key) is not None:
-            row |= {"against": bases[key], "against_text": against}
+    for key in by_size(settings, heads):
+        row = Row(key=key, row_hash=key, state=unfinished(key, runs, chosen))
+        row = replace(row, values=dict(settings.loc[key, heads]))
+        if against is not None and bases.get(key) is not None:
+            row = replace(row, against=bases[key], compared_with=against)
         rows.append(row)
-    return table_of(
-        rows,
-        chosen.runs,
-        [judged_by(chosen.runs)],
+    main = judged_by(chosen.runs)
+    return Table(
         name="runs",
         title="Runs",
-        about=[],
+        about=judged_on(main),
+        main=main,
+        others=[],
+        numbers=numbers_of(rows, heads, chosen.runs, [main]),
         heads=dict(zip(heads, short_names(heads), strict=True)),
+        keys=heads,
         counted=chosen,
-        notes=[note for note in notes if note],
+        notes=notes,
     )
+
+
+def by_size(settings: pd.DataFrame, heads: list[str]) -> list[str]:
+    """Returns the rows in the order of their values, as numbers."""
+    if not heads:
+        return list(settings.index)
+    numbers = settings[heads].apply(pd.to_numeric, errors="coerce")
+    return list(numbers.sort_values(heads).index)
+
+
+def unfinished(key: str, runs: Sequence[Run], chosen: Counted) -> str:
+    """Says what has become of the seeds of a row that have no finished run."""
+    done = {run.seed for run in chosen.runs if run.row_hash == key}
+    missing = [run for run in runs if run.row_hash == key and run.seed not in done]
+    texts = [f"seed {run.seed} {chosen.left_out[run.path]}" for run in missing]
+    return "; ".join(texts) or NOTHING
 
 
 def differing(settings: pd.DataFrame) -> tuple[list[str], list[str]]:
@@ -507,7 +581,9 @@ def bases_of(settings: pd.DataFrame, against: str) -> dict[str, str | None]:
     name, _, typed = against.partition("=")
     keys = [key for key in settings if f".{key}".endswith(f".{name}")]
     text = as_typed(override_of(f"value={typed}").value)
-    having = settings[settings[keys[0]] == text] if len(keys) == 1 else settings[:0]
+    having = settings[:0]
+    if len(keys) == 1:
+        having = settings[settings[keys[0]] == text]
     if len(having) in (0, len(settings)):
         each = [f"{key}={value}" for key in settings for value in settings[key].unique()]
         raise UserError(f"against={against}: must be one of {', '.join(each) or 'none'}")
@@ -516,5 +592,7 @@ def bases_of(settings: pd.DataFrame, against: str) -> dict[str, str | None]:
         ours, theirs = settings.drop(columns=keys).loc[row], having.drop(columns=keys)
         is_equal = (theirs == ours) | (theirs == NOTHING) | (ours == NOTHING)
         fitting = theirs.index[is_equal.all(axis="columns")]
-        bases[row] = fitting[0] if len(fitting) == 1 else None
+        bases[row] = None
+        if len(fitting) == 1:
+            bases[row] = fitting[0]
     return bases
