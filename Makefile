@@ -62,7 +62,7 @@ clean:  ## remove .venv and caches, keep outputs/
 # The paper's tables and sweeps, with the variables that `make help` lists.
 # SET="key=value ..." has overrides of train.py for all rows, DATA the folder with CIFAR and imagenet/.
 REPRODUCE = $(if $(DATA),DATA="$(DATA)") $(BIN)/python -m scripts.reproduce
-WORDS = $(if $(SEEDS),seeds=$(SEEDS)) $(if $(SCALE),scale=$(SCALE)) $(if $(DEVICES),devices=$(DEVICES)) \
+OVERRIDES = $(if $(SEEDS),seeds=$(SEEDS)) $(if $(SCALE),scale=$(SCALE)) $(if $(DEVICES),devices=$(DEVICES)) \
   $(if $(OUTPUTS),output_root="$(OUTPUTS)") $(SET) $(if $(JOBS),jobs=$(JOBS)) \
   $(if $(LAUNCHER),hydra/launcher=$(LAUNCHER)) $(if $(DRY_RUN),dry_run=$(DRY_RUN))
 STUDY_figure3 := table1/cifar100_htm seeds=1
@@ -79,23 +79,22 @@ reproduce-figure4:  ## train the runs of Figure 4: mixed samples per batch over 
 reproduce-openmixup:  ## train DeiT-S on CIFAR-100 by OpenMixup's protocol, with HTM and VTM
 reproduce-all:  ## train all tables, figures and sweeps; SCALE=smoke runs everything in minutes
 $(REPRODUCED): reproduce-%: .venv/installed
-	$(REPRODUCE) $(or $(STUDY_$*),$*) $(WORDS)
+	$(REPRODUCE) $(or $(STUDY_$*),$*) $(OVERRIDES)
 
 sweep-tau:  ## train HTM with tau from 0 (mixes no sample) to inf (all samples)
 sweep-rho:  ## train HTM with rho from 0 to inf (replaces no token)
 sweep-kappa:  ## train VTM with kappa from 1 to all 256 tokens
 $(SWEEPS): .venv/installed
-	$(REPRODUCE) $@ $(WORDS)
+	$(REPRODUCE) $@ $(OVERRIDES)
 
 study: .venv/installed  ## train your own study; FILE=results/NAME.yaml
-	$(REPRODUCE) "$(or $(FILE),$(error FILE=: must be the file of a study, as in results/))" $(WORDS)
+	$(REPRODUCE) "$(or $(FILE),$(error FILE=: must be the file of a study, as in results/))" $(OVERRIDES)
 
 status: .venv/installed  ## show the progress of the paper's runs; FILE=results/NAME.yaml shows your study
-	$(REPRODUCE) $(or $(FILE),all) $(WORDS) dry_run=1
+	$(REPRODUCE) $(or $(FILE),all) $(OVERRIDES) dry_run=1
 
-report: .venv/installed  ## write the paper's tables to outputs/report, from the runs that are there
-	$(BIN)/python -m scripts.report $(if $(SCALE),--scale $(SCALE)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)") $(if $(SEEDS),--seeds $(SEEDS)) \
-	  $(if $(DEVICES),devices=$(DEVICES)) $(SET)
+report: .venv/installed  ## write the paper's tables from the runs that are there; FILE=results/NAME.yaml writes your study's
+	$(REPRODUCE) $(or $(FILE),all) --no-train $(OVERRIDES)
 
 publish: .venv/installed  ## add the line of a finished run to its study's; RUN=outputs/NAME FILE=results/NAME.yaml
 	$(BIN)/python -m scripts.publish "$(or $(RUN),$(error RUN=: must be the folder of a finished run))" \

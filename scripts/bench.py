@@ -35,17 +35,16 @@ CASES = {  # overrides, classes, factor on q, k and v, images of a batch on a CP
     "cct_7_3x1": (["dataset=cifar100", "recipe=cifar_cct"], 100, 6, 16),
     "vit_base_patch16_224": (["dataset=imagenet1k", "recipe=imagenet_vit"], 1000, 3, 4),
 }
-HTM = ["augmentation.htm.tau=inf"]
 METHODS = {
     "plain": ["augmentation=[]"],
-    "HTM": ["augmentation=[htm]", *HTM],
+    "HTM": ["augmentation=[htm]", "augmentation.htm.tau=inf"],
     "VTM": ["augmentation=[vtm]"],
-    "both": ["augmentation=[htm,vtm]", *HTM],
+    "both": ["augmentation=[htm,vtm]", "augmentation.htm.tau=inf"],
     "plain again": ["augmentation=[]"],
 }
 LATENCIES = {"attention": 16, "gradient": 236, "random": 5}  # ms, of Table 3
-OF_DETECTOR = ["augmentation=[htm]", *HTM, "augmentation.htm.rho=0"]
-DETECTORS = {name: [*OF_DETECTOR, f"augmentation.htm.detector={name}"] for name in LATENCIES}
+ALL_MIXED = "augmentation.htm={tau:inf,rho:0,detector:%s}"
+DETECTORS = {name: ["augmentation=[htm]", ALL_MIXED % name] for name in LATENCIES}
 WARM_UP = 2  # rounds that do not count
 ON_GPU = 128  # images of a batch
 CALLS_ON_GPU = 10  # between two looks at the clock
@@ -64,10 +63,11 @@ def build_trainer(overrides: Sequence[str], num_classes: int = 10) -> Trainer:
 def training_step(model: str, method: list[str], how: str, device: str) -> tuple[Work, int]:
     """A training step on random images, the same ones each time, and their number."""
     overrides, classes, sharpness, images = CASES[model]
-    overrides = [f"model={model}", *overrides, f"compile={how}", *method]
-    overrides.append("recipe.precision=" + ("bf16" if device == "cuda" else "float32"))
+    precision = "float32"
     if device == "cuda":
-        images = ON_GPU
+        images, precision = ON_GPU, "bf16"
+    of_machine = [f"compile={how}", f"recipe.precision={precision}"]
+    overrides = [f"model={model}", *overrides, *of_machine, *method]
     trainer = build_trainer(overrides, classes)
     with torch.no_grad():
         for block in trainer.module.model.blocks:  # type: ignore[union-attr]
@@ -80,13 +80,15 @@ def training_step(model: str, method: list[str], how: str, device: str) -> tuple
 
 def milliseconds(work: Work, device: str) -> float:
     """Times a call; on a GPU, which is not waited for in between, the mean of several."""
-    calls = CALLS_ON_GPU if device == "cuda" else 1
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    wait()
+    calls = 1
+    if device == "cuda":
+        calls = CALLS_ON_GPU
+        torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):
         work()
-    wait()
+    if device == "cuda":
+        torch.cuda.synchronize()
     return 1000 * (time.perf_counter() - start) / calls
 
 
@@ -106,9 +108,9 @@ def measure(
     rng = np.random.default_rng(0)
     times = []
     for _ in range(WARM_UP + rounds):
-        order = rng.permutation([*works]).tolist()
+        order = rng.permutation(list(works)).tolist()
         times.append({name: milliseconds(works[name], device) for name in order})
-    ms = pd.DataFrame(times[WARM_UP:], columns=[*works])
+    ms = pd.DataFrame(times[WARM_UP:], columns=list(works))
     found = pd.DataFrame({"ms": ms.median(), "images/s": 1000 * images / ms.median()})
     found["tokens"] = pd.Series(tokens)
     if "plain" in ms:
@@ -120,7 +122,7 @@ def measure(
 @one_line_errors()
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("models", nargs="*", default=[*CASES], help=", ".join(CASES))
+    parser.add_argument("models", nargs="*", help=f"{', '.join(CASES)} (default: all)")
     parser.add_argument("--rounds", type=positive, default=40)
     parser.add_argument("--detectors", action="store_true", help="of HTM, with cct_7_3x1")
     parser.add_argument("--out", type=Path, default="outputs/bench.csv", metavar="FILE.csv")
@@ -128,22 +130,27 @@ def main() -> None:
     for model in args.models:
         if model not in CASES:
             raise UserError(f"models={model}: must be one of {', '.join(CASES)}")
+    if args.detectors and args.models:
+        raise UserError(f"models={args.models[0]}: nothing reads it with --detectors")
     device = resolve_device("auto", 1)
     threads = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
     say(f"{hardware_name(device)}, {threads}, git {git_revision()}, load {os.getloadavg()[0]:.1f}")
-    ways = ["false", "true", "cuda-graph"] if device == "cuda" else ["false"]
+    models = args.models or list(CASES)
+    ways = ["false"]
     methods = METHODS
     if args.detectors:
-        args.models, ways = ["cct_7_3x1"], ["false"]
+        models = ["cct_7_3x1"]
         methods = {"plain": METHODS["plain"], **DETECTORS}
+    elif device == "cuda":
+        ways += ["true", "cuda-graph"]
     tables = {}
-    for model, how in product(args.models, ways):
+    for model, how in product(models, ways):
         table = measure(model, methods, how, device, args.rounds)
         if args.detectors:
             table["added [ms]"] = table.ms - table.ms["plain"]
             table["paper [ms]"] = pd.Series(LATENCIES)
         tables[model, how] = table
-        say(f"\n{model}, compile={how}\n\n{tables[model, how].to_markdown(floatfmt='.4g')}")
+        say(f"\n{model}, compile={how}\n\n{table.to_markdown(floatfmt='.4g')}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(args.out, pd.concat(tables, names=["model", "compile", "method"]).to_csv())
     say(f"\nload {os.getloadavg()[0]:.1f} at the end; written to {args.out}")

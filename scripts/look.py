@@ -1,11 +1,10 @@
 """What each tau and rho would mix on batches of a trained run with HTM, to help choose them.
 
-python -m scripts.look RUN [KEY=package.module:factory ...]: an override names code of your own
-that the run has and that may run. Each layer is measured as if earlier ones did not mix.
+Each layer is measured as if earlier ones did not mix. Code of your own that the run has, such as a
+data set, runs only if an override names it.
 """
 
 import dataclasses
-import sys
 from collections import defaultdict
 
 import pandas as pd
@@ -13,7 +12,7 @@ import torch
 
 from reproduction.compose import check_asked
 from reproduction.data.inputs import build_training_inputs
-from reproduction.errors import UserError, one_line_errors, say
+from reproduction.errors import Parser, UserError, one_line_errors, say
 from reproduction.folder import RunFolder
 from reproduction.reporting.trained import load_trained, training_batches, with_htm
 from tokenmixup import mix_horizontal
@@ -27,13 +26,13 @@ RHOS = (0.0, 0.001, 0.003, 0.005, 0.01, 0.02)
 @one_line_errors()
 def main() -> None:
     """Prints, for each HTM layer, the easy samples by tau, and of these the tokens by rho."""
-    place, *overrides = sys.argv[1:] or ["--help"]
-    if place == "--help":
-        say(str(__doc__))
-        return
-    folder = RunFolder(place.removeprefix("run="))
+    parser = Parser(description=__doc__)
+    parser.add_argument("run", metavar="RUN", help="folder of a trained run")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=package.module:factory")
+    args = parser.parse_args()
+    folder = RunFolder(args.run.removeprefix("run="))
     config = folder.read_config()
-    check_asked(config, overrides, "images", "model", "inputs", "tokens")
+    check_asked(config, args.overrides, "images", "model", "inputs", "tokens")
     if config.augmentation.htm is None:
         raise UserError(f"run={folder.path}: was trained without htm")
     trained = load_trained(config, folder)
@@ -60,8 +59,10 @@ def main() -> None:
             easy = seen.difficulty < tau
             for x in sorted({*RHOS, rho, 2 * rho, 4 * rho}):
                 tokens = seen.saliency[..., None]  # any will do, as will targets
-                given = (tokens, targets, seen.saliency, seen.difficulty, tau, x, rules_of(own))
-                share = mix_horizontal(*given).mask[easy].float().mean()
+                mixed_at_rho = mix_horizontal(
+                    tokens, targets, seen.saliency, seen.difficulty, tau, x, rules_of(own)
+                )
+                share = mixed_at_rho.mask[easy].float().mean()
                 shares[seen.layer, "tokens of easy samples by rho", x].append(float(share))
     means = pd.Series({key: pd.Series(x).mean() for key, x in shares.items()})
     for (layer, title), of_layer in means.groupby(level=[0, 1]):

@@ -160,7 +160,7 @@ def runs_of(modules: Iterable[nn.Module]) -> list[int]:
 
 
 def assert_nothing_is_left(model: nn.Module) -> None:
-    """Of a pass: no stand-in for a `forward`, and no hook."""
+    """Of a pass: no wrapper of a `forward`, and no hook."""
     for part in model.modules():
         assert "forward" not in vars(part)
         assert not part._forward_pre_hooks

@@ -159,7 +159,8 @@ def code_of_a_copy(*words: Words) -> int | None:
 
 def script(name: str, *words: Words, apart: bool = False) -> Result:
     """Runs a script; the one that trains draws no pictures."""
-    return run(f"scripts/{name}.py", words, apart=apart, draws=name != "reproduce")
+    draws = name != "reproduce" or "--no-train" in words
+    return run(f"scripts/{name}.py", words, apart=apart, draws=draws)
 
 
 def trained(*words: Words, name: str = "mine", root: str | Path = "outputs", **how: Any) -> "Run":
@@ -176,9 +177,7 @@ def _read(file: Any) -> str:
 @contextmanager
 def _undrawn() -> Iterator[None]:
     """Lets the pictures of a run be empty files, and those of an evaluation."""
-    undrawn = {}
-    for method, draws in report.OF_TRAINED.items():
-        undrawn[method] = dict.fromkeys(draws, _touch)
+    undrawn = dict.fromkeys(report.OF_TRAINED, _touch)
     with (
         mock.patch.dict(report.OF_TRAINED, undrawn),
         mock.patch.multiple(report, draw_accuracy=_touch, draw_mixed_samples=_touch),

@@ -17,11 +17,7 @@ def test_bench_times_plain_steps_beside_htm_and_vtm(here: Path):
     assert_succeeded(result)
     steps = pd.read_csv("new/bench.csv").set_index("method")
     assert list(steps.index) == ["plain", "HTM", "VTM", "both", "plain again"]
-    assert steps["images/s"].to_numpy() == pytest.approx(128_000 / steps.ms)
-    assert (steps["from"] <= steps.ratio).all()
-    assert (steps.ratio <= steps["to"]).all()
     assert steps.ratio["plain"] == 1
-    assert (steps.tokens < 64).all()
     assert list(steps.index[steps.tokens > 1]) == ["HTM", "both"]
     shown = {name: others for name, *others in cells(result.out)}
     assert shown["HTM"][0] == f"{steps.ms['HTM']:.4g}"

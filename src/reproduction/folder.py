@@ -73,11 +73,10 @@ class RunFolder:
 
     def check_free(self) -> None:
         """Raises UserError, before Hydra writes here, if there is something else than a run."""
-        if self.is_run() or not os.path.lexists(self.path):
-            return
-        of_hydra = {".hydra", self.lock_path.name}
+        if self.is_run() or self.lock_path.exists() or not os.path.lexists(self.path):
+            return  # the lock says that a run has tried to begin here
         others = [*self.path.iterdir()] if self.path.is_dir() else [self.path]
-        others = [x for x in others if x.name not in of_hydra and x.suffix != ".log"]
+        others = [x for x in others if x.name != ".hydra" and x.suffix != ".log"]
         if others:
             raise UserError(
                 f"name={self.path.name}: {others[0]} is in the way; choose another name"

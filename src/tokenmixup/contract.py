@@ -60,7 +60,8 @@ def _check(
     block_input = input_of(plan, args, kwargs)
     if plan.vtm is not None:
         _check_keys(plan, block_input)
-    if block_input.tokens.isfinite().all():
+    is_broken = (~block_input.tokens.isfinite()).any()
+    if not is_broken:
         plan.evaluated = (*images.shape[2:], block_input.num_tokens)
 
 

@@ -2,10 +2,8 @@
 
 import gc
 import os
-import resource
 import signal
 from collections.abc import Callable
-from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -221,20 +219,6 @@ def test_the_name_of_an_output_is_refused_before_the_work_or_written(here: Path)
     names = sorted(path.name[-14:] for path in Path("outputs/evaluations").iterdir())
     assert any(name.endswith("-classes.csv") for name in names)
     assert_refused(script("runs", "outputs", "--csv", "c" * 256), "File name too long")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("soft", "hard"), [(30, 30), (30, 120)])
-def test_a_limit_of_open_files_is_raised_or_told_in_one_line(here: Path, soft: int, hard: int):
-    limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-    words = (ONE, "dataset.workers=2", "recipe.max_steps=2")
-    with started(words, preexec_fn=limit) as process:
-        result = ended(process)
-    if hard == soft:
-        assert_refused(result, "dataset.workers=2: needs 96 open files, the limit is 30", status=1)
-    else:
-        assert_succeeded(result)
-        assert result.err == ""
 
 
 def test_a_stop_while_images_are_handed_over_is_told_in_one_line(here: Path):

@@ -230,7 +230,7 @@ def test_a_mixing_with_wrong_weights_ends_the_run(weights: str):
 
 @pytest.mark.parametrize("key", ["recipe.loss_options.run", "recipe.metrics.sure"])
 def test_an_option_without_plus_is_told_of_it(key: str):
-    assert_refused(train(SMALL, f"{key}=outputs"), f"{key}: no such key; +{key}=")
+    assert_refused(train(SMALL, f"{key}=outputs"), f"use +{key}=outputs")
 
 
 PLAIN = """

@@ -104,7 +104,6 @@ REFUSED: dict[str, Any] = {  # what the line tells -> what a function returns
     "image 3 is of class -1": as_both(Named([0, 1, 1, -1, -1], ["x", "y"])),
     "image 2 is of class 2": as_both(Named([0, 1, 2], ["x", "y"])),
     "image 0 is of class 'x'": as_both(Named(["x", "y"], ["x", "y"])),
-    "image 2 is of class nan": as_both(pairs(labels=[0.0, 1.0, float("nan")])),
     "must be an iterable, not int": lambda: 3,
     "IndexError": lambda: (pairs(), [(PIXELS[0], "cat"), (PIXELS[1],)]),
     "needs two classes": lambda: ([(PIXELS[0], 1)] * 6, [(PIXELS[0], 1)]),

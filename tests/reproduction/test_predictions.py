@@ -251,7 +251,7 @@ def test_documented_code_predicts_a_folder_reads_weights_and_traces_the_model(
     ours = transform(image)[None]
     theirs = names["transform"](image)[None]
     assert torch.allclose(ours, theirs, atol=1e-5)
-    assert names["about"]["classes"] == classes
+    assert names["about"]["tokenmixup.classes"] == classes
     with torch.no_grad():
         assert torch.equal(model(ours), names["model"].eval()(ours))
     code, _ = codes(section(PAGE, "### ONNX"))

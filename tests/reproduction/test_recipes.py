@@ -91,6 +91,4 @@ def test_differences_page_gives_the_reasons_of_the_values_that_differ():
 
 def test_results_page_is_current():
     page = (DOCS / "results.md").read_text()
-    assert page == results_page(ROOT / "results"), (
-        "python -m scripts.report --results results updates it"
-    )
+    assert page == results_page(ROOT / "results"), "python -m scripts.results updates it"

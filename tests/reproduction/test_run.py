@@ -222,11 +222,19 @@ def test_first_lines_and_summary_say_the_numbers_of_auto(here: Path):
         assert line["difficulty"] == pytest.approx(mean)
 
 
+def files_of_ours() -> dict[str, object]:
+    """What a run has written, without the files that Hydra writes for each command."""
+    files = snapshot().items()
+    return {x: content for x, content in files if ".hydra" not in x and "train.log" not in x}
+
+
 def test_a_finished_run_is_printed_and_not_extended(here: Path):
     first = train("name=mine", SMALL)
-    before = snapshot()
+    ours = files_of_ours()
     again = train("name=mine", "resume=auto", SMALL)
     assert_succeeded(again)
+    assert files_of_ours() == ours
+    before = snapshot()
     assert again.out.splitlines()[-2:] == first.out.splitlines()[-2:]
     longer = train("name=mine", "resume=auto", SMALL, "recipe.epochs=5")
     assert_refused(longer, "outputs/mine")
@@ -274,7 +282,14 @@ def test_updates_that_float16_skips_are_counted(here: Path, monkeypatch: pytest.
 
 
 REMARKS = {  # words, and what the run says of them
-    "augmentation.htm.tau=0.5": ["with tau = 0.5 no sample is easy", "never below 0.5003 nats"],
+    "augmentation.htm.tau=0.5": [
+        "with tau = 0.5 no sample is easy",
+        "never below 0.5003 nats",
+        "no token was replaced in this run: no sample was easy",
+    ],
+    "augmentation.htm.tau=inf augmentation.htm.rho=inf": [
+        "no token was replaced in this run: no gain was above rho"
+    ],
     "augmentation.htm.tau=inf augmentation.htm.rho=0": [],
 }
 
@@ -293,6 +308,7 @@ def test_a_run_says_what_was_mixed_and_if_its_tau_mixes_nothing(here: Path, word
             tokens = sum(line["mixed_samples"] * line["mixed_tokens"] for line in lines)
             told = f"easy 100 %, mixed {100 * mixed / 60:.3g} %, {tokens / mixed:.3g} tokens each"
             assert told in text
+        assert "no token was replaced" not in text
     assert ("no sample is easy" in text) == ("tau=0.5" in words)
 
 

@@ -111,7 +111,7 @@ seeds: 1
 def test_a_key_that_a_row_is_about_cannot_be_set_for_all(study: str, word: str, row: str):
     Path("mine.yaml").write_text(ROWS)
     assert_refused(script("reproduce", study, word, "dry_run=1"), word, row)
-    assert_refused(script("report", "--study", study, word), word, row)
+    assert_refused(script("reproduce", study, word, "--no-train"), word, row)
 
 
 def test_another_override_is_said_above_the_table():

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 WIDTH = 64
 HEADS = 4
@@ -124,16 +123,6 @@ class Fused(Block):
     pass
 
 
-@case("map")
-class CausalBeside(Block):
-    """Attends causally to a few tokens beside its attention to all."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        few = [x[:, :, :3] for x in (q, k, v)]
-        first = F.scaled_dot_product_attention(*few, is_causal=True)[:, :, :1]
-        return SDPA(q, k, v) + 0 * first
-
-
 @case("map", vtm=False)
 class Softmax(Block):
     softmax: Any = staticmethod(torch.softmax)
@@ -142,40 +131,10 @@ class Softmax(Block):
         return self.softmax(self.scores(q, k), dim=3) @ v
 
 
-@case("map", vtm=False)
-class SoftmaxByName(Softmax):
-    def softmax(self, scores: Tensor, dim: int) -> Tensor:
-        return F.softmax(input=scores, dim=-1)
-
-
-@case("map", vtm=False)
-class SpecialSoftmax(Softmax):
-    softmax = staticmethod(torch.special.softmax)
-
-
-@case("map", vtm=False)
-class GroupsByEinsum(Block):
-    """A map `b g r n n`: two groups of two heads."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.unflatten(1, (2, 2)) for x in (q, k, v))
-        scores = torch.einsum("bgrie,bgrje->bgrij", q, k) / math.sqrt(q.shape[-1])
-        return torch.einsum("bgrij,bgrje->bgrie", scores.softmax(-1), v).flatten(1, 2)
-
-
 @case("map")
 class GroupsFused(Block):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return SDPA(*(x.unflatten(1, (2, 2)) for x in (q, k, v))).flatten(1, 2)
-
-
-@case("map", vtm=False)
-class BestKey(Softmax):
-    """Each query has one key."""
-
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        scores = super().scores(q, k)
-        return scores.masked_fill(scores < scores.amax(dim=-1, keepdim=True), -math.inf)
 
 
 @case("map", htm=False, vtm=False)
@@ -232,15 +191,6 @@ class LinearAttention(Block):
         return q.softmax(dim=-1) @ mixed
 
 
-@case("map", htm=False, vtm=False)
-class OverChannels(Block):
-    heads = 2
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        attn = (q.mT @ k / TOKENS).softmax(dim=-1)
-        return (attn @ v.mT).mT
-
-
 # 2. Keys and values of a token do not depend on the others; all else may (VTM)
 
 
@@ -256,53 +206,6 @@ class ExciteInPlace(Block):
     def mlp(self, x: Tensor) -> Tensor:
         mean = x.mean(dim=1, keepdim=True)
         return x * self.up(mean).sigmoid()
-
-
-@case("tokens", samples=20)
-class TokensFirst(Block):
-    """Works on `n b d`; with the memory of the test there are as many keys as samples."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        attended = self.attention(self.norm1(x)).transpose(0, 1)
-        x = x.transpose(0, 1) + attended
-        return (x + self.mlp(self.norm2(x))).transpose(0, 1)
-
-
-class Gated(Block):
-    """What a block makes of its input and its attention."""
-
-    def forward(self, x: Tensor) -> Any:
-        return self.gated(x, self.attention(self.norm1(x)))
-
-    def gated(self, x: Tensor, attended: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def by_hand(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        whole, attn = self.attended_by_hand(x, memory)
-        return self.gated(x, whole - x), attn
-
-
-@case("tokens")
-class Normalised(Gated):
-    """nGPT's: lengths of 1, whose gradients a row of zeros would make nan."""
-
-    def gated(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = x + 0.1 * (attended / attended.norm(dim=-1, keepdim=True) - x)
-        return x + self.mlp(self.norm2(x))
-
-
-@case("tokens")
-class CapturedShape(Gated):
-    """Positions behind the attention, and a shape from in front of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(TOKENS, WIDTH))
-
-    def gated(self, x: Tensor, attended: Tensor) -> Tensor:
-        b, n, d = x.shape
-        x = x + attended + self.table
-        return x + self.mlp(self.norm2(x).reshape(b * n, d)).reshape(b, n, d)
 
 
 @case("tokens", vtm=False)
@@ -330,18 +233,6 @@ def rotated(x: Tensor, angle: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
-@case("tokens")
-class CountedKeys(Block):
-    """Scores that are scaled by the logarithm of the number of its own keys."""
-
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        return super().scores(q, k) * math.log(q.shape[2])
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scale = math.log(k.shape[2]) / math.sqrt(q.shape[-1])
-        return SDPA(q, k, v, scale=scale)
-
-
 # 3. A block's own tokens draw as without a memory (VTM)
 
 
@@ -361,12 +252,6 @@ class OfFusedAttention(Random):
 
     def dropped(self, attn: Tensor) -> Tensor:
         return self.drop(attn)
-
-
-@case("dropout", vtm=False)
-class OfAttention(OfFusedAttention):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.dropped(self.scores(q, k).softmax(dim=-1)) @ v
 
 
 class LowRank(nn.Module):
@@ -396,30 +281,6 @@ class LoRA(Random):
         return self.drop(super().mlp(x))
 
 
-@case("dropout")
-class InFrontOfAll(Random):
-    def projected(self, x: Tensor) -> Tensor:
-        return super().projected(self.drop(x))
-
-
-@case("dropout")
-class RerunMlp(Random):
-    """Under the block's own checkpoint; what is run again must draw the same."""
-
-    reentrant = False
-
-    def mlp(self, x: Tensor) -> Tensor:
-        return checkpoint(self.dropping, x, use_reentrant=self.reentrant)
-
-    def dropping(self, x: Tensor) -> Tensor:
-        return self.drop(super().mlp(x))
-
-
-@case("dropout")
-class RerunMlpReentrant(RerunMlp):
-    reentrant = True
-
-
 # 4. The first output is the residual stream
 
 
@@ -434,51 +295,4 @@ class WithWeights(Several):
         return super().forward(x), x.new_ones(len(x), HEADS, 1)
 
 
-@case("output")
-class InAList(Several):
-    def forward(self, x: Tensor) -> Any:
-        return [super().forward(x), "and something else"]
-
-
-class Returned(NamedTuple):
-    hidden: Tensor
-    loss: float = 0.0
-
-
-@case("output")
-class InANamedTuple(Block):
-    def forward(self, x: Tensor) -> Any:
-        return Returned(super().forward(x))
-
-    def tokens(self, out: Any) -> Tensor:
-        return out.hidden
-
-
-@case("output")
-class InADictionary(Block):
-    def forward(self, x: Tensor) -> Any:
-        return {"hidden": super().forward(x)}
-
-    def tokens(self, out: Any) -> Tensor:
-        return out["hidden"]
-
-
-@case("output")
-class PooledFirst(Block):
-    def forward(self, x: Tensor) -> Any:
-        return x.mean(dim=1, keepdim=True), super().forward(x)
-
-    def tokens(self, out: Any) -> Tensor:
-        return out[1]
-
-
 # 5. Nobody catches what ends the first run
-
-
-@case("errors")
-class RaisedAgain(Block):
-    def forward(self, x: Tensor) -> Any:
-        try:
-            return super().forward(x)
-        except Exception as error:
-            raise RuntimeError("in this block") from error

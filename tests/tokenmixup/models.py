@@ -1,4 +1,4 @@
-"""Models of every kind that `attach` serves, small, with random weights, and what they attend to.
+"""Models of every kind that `attach` supports, small, with random weights, and what they attend to.
 
 The maps are seen by running a model without fused kernels; nothing of the library is used.
 Letters: b batch, h heads, n tokens with prefix, t spatial tokens, w windows, d width.
@@ -323,11 +323,6 @@ def vit(**options: Any) -> Any:
 def encoded() -> Any:
     torch.manual_seed(0)
     return randomized(Encoded())
-
-
-def hf_vit() -> Any:
-    torch.manual_seed(0)
-    return randomized(huggingface("ViT"))
 
 
 def batch(pixels: int = 32) -> tuple[Tensor, Tensor]:

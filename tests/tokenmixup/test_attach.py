@@ -2,7 +2,6 @@
 
 import copy
 import math
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,6 @@ from tests.conftest import (
     small_vit,
 )
 from tokenmixup import HTM, VTM, attach, training_loss
-from tokenmixup.horizontal import gaining_tokens
 from tokenmixup.saliency import by_gradient
 
 INF = math.inf
@@ -73,15 +71,6 @@ def test_htm_that_replaces_nothing_beside_vtm_is_vtm_alone(images, targets, laye
     both = attached(htm=htm, vtm=vtm)(images, targets)
     alone = attached(vtm=vtm)(images, targets)
     assert_close(both.logits, alone.logits, atol=1e-6, rtol=1e-5)
-
-
-def test_a_list_of_one_layer_is_that_layer_bit_for_bit(images, targets):
-    expected = attached(**BOTH)(images, targets)
-    htm = {"layer": [1], "tau": [INF], "rho": [0.002]}
-    output = attached(htm=htm, vtm={"layer": (2,)})(images, targets)
-    assert torch.equal(output.logits, expected.logits)
-    assert torch.equal(output.targets, expected.targets)
-    assert output.stats == expected.stats
 
 
 def test_after_the_end_of_mixing_training_is_the_plain_model(images, targets):
@@ -159,33 +148,6 @@ def test_figures_of_a_pass_count_what_any_layer_mixed(images, targets):
     assert_close(output.score_loss, difficulty)
 
 
-def test_a_difficulty_of_tau_is_not_easy(images, targets):
-    (unmixed,) = attached(htm={"layer": 1})(images, targets).layers
-    tau = float(unmixed.difficulty.detach().median())
-    module = attached(htm={"layer": 1, "tau": tau, "rho": 0.002})
-    output = module(images, targets)
-    pairs = module.mixed_pairs(images, targets)
-    assert output.stats["easy_samples"] == 2
-    assert (unmixed.difficulty < tau).sum() == 2
-    assert torch.equal(pairs.mask, output.mask)
-    assert torch.equal(pairs.is_easy, output.is_easy)
-    assert torch.equal(pairs.donor, output.layers[0].donor)
-    mixed = targets[pairs.donor].lerp(targets, pairs.keep_ratio)
-    assert_close(output.targets, mixed)
-
-
-def test_auto_thresholds_are_those_of_the_classes_and_the_spatial_tokens(images):
-    module = attached(htm={"layer": 1})
-    module.scorenets["1"].head.bias.data[0] = 9  # some samples are easy
-    targets = torch.eye(CLASSES)[[0, 0, 0, 1, 2, 3]]
-    output = module(images, targets)
-    assert output.stats["easy_samples"] == 3
-    told = attached(htm={"layer": 1, "tau": math.log10(CLASSES), "rho": 1.28 / 16})
-    told.load_state_dict(module.state_dict())
-    assert output.mask.any()
-    assert torch.equal(output.mask, told(images, targets).mask)
-
-
 # Precision, dropout, checkpointing
 
 
@@ -200,43 +162,11 @@ def test_autocast_loses_no_gradient_to_the_saliency_pass(images, targets, htm_la
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
 
-@pytest.mark.parametrize(
-    "more", [{}, {"detector": "mean_attention"}, {"detector": "random"}, {"rollout_steps": 1}]
-)
-def test_scores_that_float16_cannot_hold_mix_as_the_fused_attention_runs(images, targets, more):
-    """q and k of one block times 1,000: fused attention computes its scores in float32."""
-    model: Any = small_vit()
-    with torch.no_grad():
-        for parameter in model.blocks[1].attn.qkv.parameters():
-            parameter[: 2 * model.embed_dim] *= 1000  # without v
-    htm = {"layer": 1, "tau": INF, "rho": 0.0, **more}
-    module = attached(model, htm=htm, vtm={"layer": 2})
-    with torch.autocast("cpu", torch.float16):
-        output = module(images, targets)
-    assert output.logits.isfinite().all()
-    assert output.gain.isfinite().all()
-    assert output.stats["mixed_tokens"] > 1
-
-
-def test_double_precision_is_served_as_it_is(images, targets):
-    module = attached(small_vit().double(), **BOTH)
-    output = module(images.double(), targets.double())
-    assert output.logits.dtype == torch.float64
-    training_loss(output, 0.5).backward()
-    assert all(p.grad is not None for p in module.parameters())
-
-
 def test_targets_may_be_integers(images):
     whole = F.one_hot(torch.arange(6) % CLASSES, CLASSES)  # int64
     found = attached(**BOTH)(images, whole)
     expected = attached(**BOTH)(images, whole.float())
     assert torch.equal(found.targets, expected.targets)
-
-
-def test_the_gradient_detector_takes_images_of_autocast(images, targets):
-    module = attached(htm={"layer": 1, "detector": "gradient", **ALL})
-    with torch.autocast("cpu", torch.bfloat16):
-        assert module(images.bfloat16(), targets).mask.any()
 
 
 def counted_step(
@@ -310,18 +240,6 @@ def test_a_pass_on_a_meta_device_tells_shapes(images, targets):
     output = module(images.to("meta"), targets.to("meta"))
     assert output.logits.shape == targets.shape
     assert output.mask.device.type == "meta"
-
-
-def test_what_a_model_loses_is_freed(images, targets):
-    module = attached(**BOTH)
-    module(images, targets)
-    gone = weakref.ref(module.model.blocks[1])
-    module.model.blocks[1] = small_vit().blocks[0]  # type: ignore
-    module(images, targets)
-    assert gone() is None
-    whole = weakref.ref(module.model)
-    del module  # at once, without the collector
-    assert whole() is None
 
 
 class Factors(NamedTuple):
@@ -407,21 +325,3 @@ def test_a_detector_that_does_not_say_that_it_needs_the_gradient_is_told_how(ima
         attached(htm={"layer": 1, "detector": detector})(images, targets)
     setattr(detector, "takes_gradient", True)
     assert attached(htm={"layer": 1, "detector": detector, **ALL})(images, targets).mask.any()
-
-
-def test_pairs_are_found_in_inference_mode_too(images, targets):
-    with torch.inference_mode():
-        found = attached(**BOTH).mixed_pairs(images, targets)
-    assert torch.equal(found.donor, attached(**BOTH).mixed_pairs(images, targets).donor)
-
-
-def test_rules_get_the_grid_of_an_oblong_image(targets):
-    grids = []
-
-    def noting(samples: Any) -> Tensor:
-        grids.append(samples.grid)
-        return gaining_tokens(samples)
-
-    module = attached(small_vit(img_size=(16, 64)), htm={"layer": 1, "mask_rule": noting})
-    module(torch.randn(len(targets), 3, 16, 64), targets)
-    assert {*grids} == {(2, 8)}

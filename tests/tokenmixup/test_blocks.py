@@ -1,7 +1,5 @@
 """A block that keeps the contract is mixed as by hand; one that visibly does not is refused."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +17,6 @@ from tests.conftest import (
 )
 from tests.tokenmixup.blocks import CASES, WIDTH, Block, Random
 from tokenmixup import Adapter, attach, mix_horizontal, training_loss
-from tokenmixup.saliency import by_attention
 
 LAYER = 2
 KAPPA = 2
@@ -186,58 +183,11 @@ def test_a_batch_that_is_not_finite_is_no_check():
         module(images, targets)
 
 
-def test_the_check_takes_no_notice_of_the_default_device():
-    module = attached(Block, htm=HTM, vtm={"layer": 1})
-    with torch.device("meta"):
-        assert module(*BATCH).mask.any()
-
-
 def test_a_compiled_module_is_checked_as_well():
     module = attached(CASES["tokens: MeanSubtracted"].build, vtm=VTM)
     module.compile(backend="eager")
     with refused("block 2 .*beside them"):
         module(*BATCH)
-
-
-class Merging(nn.Linear):
-    """Merges other weights into its own in evaluation, as loralib does."""
-
-    merged = False
-
-    def train(self, mode: bool = True) -> Any:
-        self.merged = self.merged or not mode
-        return super().train(mode)
-
-
-class Merged(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = Merging(WIDTH, 3 * WIDTH)
-
-
-@pytest.mark.parametrize("more", [{"detector": "gradient"}, {"rollout_steps": 1}])
-def test_evaluation_for_a_while_merges_no_weights(more: dict[str, Any]):
-    module = attached(Merged, htm={**HTM, "layer": 1, **more})
-    assert module(*BATCH).mask.any()
-    assert not any(block.qkv.merged for block in module.model.blocks)
-    assert all(part.training for part in module.modules())
-
-
-class Normed(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.utils.parametrizations.weight_norm(self.qkv)
-
-
-def test_the_check_leaves_no_weight_in_a_cache():
-    module = attached(Normed, vtm=VTM)
-    with nn.utils.parametrize.cached():
-        training_loss(module(*BATCH)).backward()
-    first = gradients_of(module)
-    module.zero_grad()
-    with nn.utils.parametrize.cached():
-        training_loss(module(*BATCH)).backward()
-    assert_close(gradients_of(module), first, rtol=0, atol=0)
 
 
 # What is around a block
@@ -253,45 +203,3 @@ class Twice(Block):
 def test_a_block_that_attends_twice_is_refused():
     with refused("block 2 .*2 attention maps"):
         attached(Twice, htm=HTM)(*BATCH)
-
-
-def test_an_own_detector_may_read_the_map():
-    def alike(entry: Any) -> Tensor:
-        return 1 * by_attention(entry)
-
-    expected = attached(Block, htm=HTM)(*BATCH)
-    found = attached(Block, htm={**HTM, "detector": alike})(*BATCH)
-    assert torch.equal(found.logits, expected.logits)
-
-
-class Padded(Block):
-    """Half of the samples see nothing, which fused attention answers with 0."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        shape = (len(q), 1, q.shape[2], k.shape[2])
-        is_even = torch.arange(len(q)) % 2 == 0
-        mask = is_even[:, None, None, None].expand(shape)
-        return F.scaled_dot_product_attention(q, k, v, mask)
-
-
-def test_rows_that_see_no_key_give_no_saliency():
-    output = attached(Padded, htm=HTM)(*BATCH)
-    assert (output.layers[0].saliency[1::2] == 0).all()
-    assert output.logits.isfinite().all()
-
-
-WRAPPED = """
-import functools, torch, torch.nn.functional as F
-own = F.scaled_dot_product_attention
-F.scaled_dot_product_attention = functools.wraps(own)(lambda *x, **given: own(*x, **given))
-from tests.tokenmixup.test_blocks import BATCH, HTM, Block, attached
-class Late(Block):
-    def attend(self, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v)
-assert attached(Late, htm=HTM, vtm={"layer": 1})(*BATCH).mask.any()
-"""
-
-
-@pytest.mark.slow
-def test_attention_that_others_have_wrapped_is_seen():
-    subprocess.run([sys.executable, "-c", WRAPPED], check=True)

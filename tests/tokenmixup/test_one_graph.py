@@ -162,21 +162,6 @@ def test_autocast_is_one_graph_with_eager_gradients():
     assert counter.frame_count == 1
 
 
-def test_autocast_with_vtm_is_as_exact_compiled():
-    """Its block uses weights twice, whose gradients are summed in either of two precisions."""
-    eager, module = pair(dropping_vit, vtm=VTM)
-    exact = copy.deepcopy(eager)
-    counter = compiled(module)
-    ours = step(module, 32, 6, 3, precision=torch.bfloat16)
-    theirs = step(eager, 32, 6, 3, precision=torch.bfloat16)
-    expected = step(exact, 32, 6, 3)
-    outputs = len(ours) - len(gradients_of(module))
-    assert all(map(torch.equal, ours[:outputs], theirs[:outputs]))
-    for one, other, right in zip(ours, theirs, expected, strict=True):
-        assert (one - right).norm() <= 1.01 * (other - right).norm()
-    assert counter.frame_count == 1
-
-
 @slow
 def test_manifold_mixup_is_one_graph_for_each_layer_that_is_drawn():
     eager, module = pair(dropping_vit, htm=HTM, manifold_mixup={"layers": [0, 1]})

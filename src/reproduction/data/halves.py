@@ -56,12 +56,8 @@ class Half:
             return Image.fromarray(self.decoded[index])
         try:
             return rgb(self.items[self.places[index]][0])
-        except NoImage as error:
-            raise PlainError(f"{self._named(index)}: {error}") from error
-        except OSError as error:  # Pillow's have no number, when another function has read the file
-            if error.errno is None:
-                raise PlainError(f"{self._named(index)}: {NoImage(str(error))}") from error
-            raise PlainError(f"{self._named(index)}: {os.strerror(error.errno)}") from error
+        except (NoImage, OSError) as error:  # the second also of a function of one's own
+            raise PlainError(f"image {self.name(index)}: {error}") from error
 
     @property
     def folder(self) -> DatasetFolder | None:
@@ -74,10 +70,6 @@ class Half:
         if self.folder is None:
             return str(place)
         return str(self.folder.samples[place][0])
-
-    def _named(self, index: int) -> str:
-        name = self.name(index)
-        return f"dataset.source: image {name}" if self.folder is None else name
 
     def take(self, indices: Sequence[int]) -> "Half":
         targets = [self.targets[i] for i in indices]
@@ -105,11 +97,11 @@ class Half:
             yield f"{image.dtype} {image.shape}".encode() + image.tobytes()
 
 
-def _sizes(paths: list[str]) -> list[int | bool]:
-    """The bytes of files; False for one that is not there, or if there are too many to ask."""
+def _sizes(paths: list[str]) -> list[int]:
+    """The bytes of files; 0 if there are too many to ask."""
     if len(paths) > MOST_SIZES:
-        return [False] * len(paths)
-    return [os.path.exists(path) and os.path.getsize(path) for path in paths]
+        return [0] * len(paths)
+    return [os.path.getsize(path) for path in paths]
 
 
 class Data(NamedTuple):
@@ -119,7 +111,6 @@ class Data(NamedTuple):
     held_out: Half
     classes: list[str]
     validation: Half | None = None
-    remarks: tuple[str, ...] = ()  # what is allowed but probably a mistake
 
     @property
     def per_epoch(self) -> Half:

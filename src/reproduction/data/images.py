@@ -3,12 +3,10 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 from reproduction.errors import first_line
 
@@ -27,7 +25,7 @@ ENDINGS = (
     ".tif",
     ".tiff",
 )
-HIDDEN = (".", "@eaDir", "__MACOSX", "lost+found", "$RECYCLE.BIN")  # how names of no images begin
+HIDDEN = (".", "@eaDir", "__MACOSX")  # how names of no images begin
 # Formats that Pillow may open, detected by content. Others can start programs, such as EPS.
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
@@ -44,19 +42,9 @@ def read(path: str, as_seen: bool = True) -> Image.Image:
 
     Raises NoImage for its content, and OSError if the system cannot read it.
     """
-    content = _content(path)
-    with _decoding(), Image.open(content, formats=FORMATS) as image:
+    with _decoding(), Image.open(path, formats=FORMATS) as image:
         _check_depth(image)
         return rgb(upright(image)) if as_seen else image.convert("RGB")
-
-
-def _content(path: str) -> BytesIO:
-    """The bytes of a file, read before they are decoded: so no error of the system is Pillow's."""
-    try:
-        return BytesIO(Path(path).read_bytes())
-    except OSError as error:
-        error.filename = path  # not known to it once the file is open
-        raise
 
 
 def rgb(image: Any) -> Image.Image:
@@ -83,13 +71,9 @@ def _decoding() -> Iterator[None]:
         yield
     except (NoImage, MemoryError):
         raise
-    except UnidentifiedImageError as error:
-        raise NoImage(f"none of {', '.join(FORMATS)}") from error
-    except OSError as error:
-        if error.errno is not None:  # of a file that is still open
-            raise
-        raise NoImage(str(error)) from error
     except Exception as error:  # Pillow raises errors of any type
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         raise NoImage(first_line(error)) from error
 
 

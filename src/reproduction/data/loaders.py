@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, Dataset, Sampler
 
 from reproduction.config import Config
 from reproduction.data.halves import Half
-from reproduction.data.images import NoImage, read, rgb, upright
+from reproduction.data.images import read, rgb, upright
 from reproduction.data.inputs import build_normalize
 from reproduction.data.seeding import Purpose, preserved_generators, seed_generators
 from reproduction.data.workers import Example, Loader
@@ -33,7 +33,6 @@ class TrainingImages(Dataset[Example]):
     half: Half
     transform: Transform
     seed: int
-    in_a_row: int = IN_A_ROW
 
     def __getitem__(self, key: tuple[int, int]) -> Example:
         return self.__getitems__([key])[0]
@@ -44,7 +43,7 @@ class TrainingImages(Dataset[Example]):
             return [self._augmented(*key) for key in keys]
 
     def _augmented(self, epoch: int, index: int) -> Example:
-        image, target = self._readable(index, self.in_a_row)
+        image, target = self._readable(index, IN_A_ROW)
         seed_generators(Purpose.AUGMENT, self.seed, epoch, index)
         return Example(index, self.transform(image), target)
 
@@ -183,7 +182,7 @@ class InputTransform:
     """A PIL image of any mode, or a path -> the model's input in evaluation, `3 s s` float32.
 
     A list of n of them gives `n 3 s s`. Images are seen upright and on white. Raises ValueError for
-    a broken file, which it names, and for a PIL image of more than 8 bits a channel.
+    a broken file, and for an image of more than 8 bits a channel.
     """
 
     crop: Transform
@@ -193,16 +192,9 @@ class InputTransform:
     def __call__(self, images: Any) -> Tensor:
         if isinstance(images, list | tuple):
             return torch.stack([self(image) for image in images])
+        if isinstance(images, str | os.PathLike):
+            image = read(os.fspath(images))
+        else:
+            image = rgb(upright(images))
         normalize = build_normalize(self.mean, self.std, "cpu")
-        return normalize(self.crop(_shown(images)))
-
-
-def _shown(image: Any) -> Image.Image:
-    """A PIL image, or that of a path, as viewers show it."""
-    if not isinstance(image, str | os.PathLike):
-        return rgb(upright(image))
-    path = os.fspath(image)
-    try:
-        return read(path)
-    except NoImage as error:
-        raise ValueError(f"{path}: {error}") from error
+        return normalize(self.crop(image))

@@ -6,12 +6,10 @@ uint8 array) with its class (a name or an integer), as in torchvision. If it has
 is read for its class, and if it has `classes`, these are the names of integers.
 """
 
-import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -24,12 +22,11 @@ import numpy as np
 import pandas as pd
 from filelock import FileLock
 from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
-from torchvision.datasets.utils import check_integrity
 
 from reproduction.config import DATA, Dataset
 from reproduction.data.halves import Data, Half, Items
 from reproduction.data.images import ENDINGS, is_hidden, read
-from reproduction.errors import PlainError, UserError, as_typed, few, first_line, hide_warnings
+from reproduction.errors import UserError, as_typed, first_line, hide_warnings
 from reproduction.files import lack_behind
 from reproduction.function_keys import Refused
 
@@ -55,7 +52,7 @@ def opened(dataset: Dataset) -> Data:
     )
     if dataset.validation:
         data = _with_validation(data, dataset.validation, dataset.validation_seed)
-    return data._replace(remarks=(*data.remarks, *_not_evaluated(data)))
+    return data
 
 
 def check_source(dataset: Dataset) -> None:
@@ -97,17 +94,11 @@ def _call_source(asked: Asked) -> Data:
 
 def _prepared(asked: Asked) -> Callable[[], Any]:
     """Returns the function of a data set with its arguments."""
-    source, root, options = asked.source, asked.root, asked.options
-    with DATA.refusing(source, asked.override):
-        if root is None:
-            return DATA.prepared(source, options)
-        try:
-            return DATA.prepared(source, {**options, "root": root})
-        except Refused as error:
-            DATA.prepared(source, options)  # which names what else is wrong
-            name = getattr(DATA.factory(source), "__name__", source)
-            must = "dataset=image_folder reads images of one"
-            raise Refused(f"{name} reads no folder; {must}") from error
+    options = asked.options
+    if asked.root is not None:
+        options = {**options, "root": asked.root}
+    with DATA.refusing(asked.source, asked.override):
+        return DATA.prepared(asked.source, options)
 
 
 def _labelled(parts: list[Items]) -> Data:
@@ -136,7 +127,6 @@ def _labelled(parts: list[Items]) -> Data:
         held_out=held_out,
         classes=[str(name) for name in classes],
         validation=others[0] if others else None,
-        remarks=tuple(_remarks(halves)),
     )
 
 
@@ -153,40 +143,9 @@ def _labels(part: Items) -> list[Class]:
         raise Refused(f"{len(part)} images, {len(labels)} classes")
     names = getattr(part, "classes", None)
     for i, label in enumerate(labels):
-        if isinstance(label, float) and not math.isfinite(label):
-            raise Refused(f"image {i} is of class {label}, which is no number and no name")
         if names is not None and not (isinstance(label, int) and 0 <= label < len(names)):
             raise Refused(f"image {i} is of class {label!r}, allowed is 0..{len(names) - 1}")
     return labels if names is None else [names[label] for label in labels]
-
-
-def _remarks(halves: list[Half]) -> Iterator[str]:
-    """Says which files of image folders are left out, and if halves hold the same files."""
-    left_out = Counter[str]()
-    for half in halves:
-        if isinstance(half.items, Folder):
-            left_out += half.items.left_out
-    if left_out:
-        counts = ", ".join(f"{count:,} {kind}" for kind, count in left_out.most_common())
-        yield f"files left out: {counts}"
-    first = halves[0]
-    for half in halves[1:]:
-        if first.folder is None or half.folder is None or len(half) != len(first):
-            continue
-        if half.content([]) == first.content([]):
-            yield f"{half.folder.root} has files of the names and sizes of {first.folder.root}"
-
-
-def _not_evaluated(data: Data) -> Iterator[str]:
-    """Says which classes are trained on, and have no image to evaluate them."""
-    for kind, half in (("held-out", data.held_out), ("validation", data.validation)):
-        if half is None:
-            continue
-        missing = sorted({*data.train.targets} - {*half.targets})
-        if missing:
-            names = [data.classes[i] for i in missing]
-            count = f"{len(missing)} of {len(data.classes)} classes"
-            yield f"{count} have no {kind} image: {few(names)}"
 
 
 def _limited(key: str, half: Half, limit: int | None) -> Half:
@@ -217,9 +176,6 @@ def _with_validation(data: Data, ratio: float, seed: int) -> Data:
         raise UserError(f"{override}: {error}") from error
     train = half.take(sorted(kept.tolist()))
     validation = half.take(sorted(apart.tolist()))
-    lost = {*half.targets} - {*train.targets}
-    if lost:
-        raise UserError(f"{override}: leaves class {data.classes[min(lost)]} no training image")
     return data._replace(train=train, validation=validation)
 
 
@@ -254,42 +210,25 @@ def record(data: Data, weights: str | None = None) -> dict[str, str]:
 
 
 class Folder(ImageFolder):
-    """Images by class: root/<class>/..., but for what editors and systems hide.
-
-    `left_out` counts other files by their ending.
-    """
+    """Images by class: root/<class>/..., but for what editors and systems hide."""
 
     def __init__(self, root: Path, as_seen: bool = True, **settings: Any):
-        self.left_out = Counter[str]()
         loader = partial(read, as_seen=as_seen)
         super().__init__(root, loader=loader, is_valid_file=self._is_image, **settings)
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-        """Raises Refused if there is no folder of a class, or a link to one that is not there."""
+        """Raises Refused if there is no folder of a class."""
         if not os.path.isdir(directory):
             raise Refused(f"there is no folder {directory}; it must hold a folder for each class")
-        names = []
-        for name in sorted(os.listdir(directory)):
-            path = Path(directory, name)
-            if is_hidden(name):
-                continue
-            if path.is_symlink() and not path.exists():
-                raise Refused(f"{path} is a link to {os.readlink(path)}, which is not there")
-            if path.is_dir():
-                names.append(name)
-            elif name.lower().endswith(ENDINGS):
-                self.left_out["image beside the class folders"] += 1
+        entries = [entry for entry in os.scandir(directory) if entry.is_dir()]
+        names = sorted(entry.name for entry in entries if not is_hidden(entry.name))
         if not names:
             raise Refused(f"{directory} must hold a folder for each class")
         return names, {name: i for i, name in enumerate(names)}
 
     def _is_image(self, path: str) -> bool:
-        if is_hidden(path.removeprefix(str(self.root))):
-            return False
-        ending = os.path.splitext(path)[1].lower()
-        if ending not in ENDINGS:
-            self.left_out[ending or "without an ending"] += 1
-        return ending in ENDINGS
+        below = path.removeprefix(str(self.root))
+        return path.lower().endswith(ENDINGS) and not is_hidden(below)
 
 
 class Unlabelled(Folder):
@@ -312,7 +251,7 @@ def image_folder(root: str) -> list[Folder]:
 
 
 def _holds_classes(folder: Path) -> bool:
-    return any(path.is_dir() or path.is_symlink() for path in folder.glob("[!.]*"))
+    return any(path.is_dir() for path in folder.glob("[!.]*"))
 
 
 def imagenet1k(root: str) -> list[Folder]:
@@ -321,27 +260,12 @@ def imagenet1k(root: str) -> list[Folder]:
 
 
 def unlabelled(folder: Path, classes: list[str]) -> Data:
-    """Opens all images below a folder as held-out images of the first class.
-
-    Remarks name the broken ones, which are left out. UserError if there is no other.
-    """
+    """Opens all images below a folder as held-out images of the first class; UserError for none."""
     items = Unlabelled(folder, allow_empty=True)
+    if not items.targets:
+        raise UserError(f"images={folder}: holds no image; allowed are {', '.join(ENDINGS)}")
     half = Half.of(items, items.targets)
-
-    def broken(index: int) -> str:
-        try:
-            half[index]
-        except PlainError as error:
-            return f"left out: {error}"
-        return ""
-
-    with ThreadPoolExecutor(8) as pool:  # decoding releases the GIL
-        problems = [*pool.map(broken, range(len(half)))]
-    told = [*filter(None, problems)]
-    if len(told) == len(half):
-        raise UserError(f"images={folder}: " + "; ".join(["no readable image", *told[:1]]))
-    half = half.take([i for i, problem in enumerate(problems) if not problem])
-    return Data(half, half, classes, remarks=(*_remarks([half]), *told))
+    return Data(half, half, classes)
 
 
 def digits() -> list[Items]:
@@ -371,19 +295,7 @@ def _cifar(kind: type[CIFAR10], root: str) -> list[CIFAR10]:
             if lack is not None:
                 raise lack from error
             put = f"put {kind.url} (MD5 {kind.tgz_md5}, not unpacked) into {os.path.abspath(root)}"
-            here = _what_is_here(kind, Path(root))
-            raise Refused(f"{here} no download ({first_line(error)}); {put}".lstrip()) from error
-
-
-def _what_is_here(kind: type[CIFAR10], root: Path) -> str:
-    """Says what is wrong with the files of CIFAR that are here, if any are."""
-    folder = root / kind.base_folder
-    if not folder.is_dir():
-        deeper = [path for path in root.glob(f"*/{kind.base_folder}") if path.is_dir()]
-        return f"the files are in {deeper[0].parent}, which may be the root;" if deeper else ""
-    sums = [*kind.train_list, *kind.test_list]
-    bad = [name for name, md5 in sums if not check_integrity(folder / name, md5)]
-    return f"{folder}: damaged or missing: {', '.join(bad)};" if bad else ""
+            raise Refused(f"no download ({first_line(error)}); {put}") from error
 
 
 cifar10 = partial(_cifar, CIFAR10)

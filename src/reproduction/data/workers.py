@@ -1,30 +1,19 @@
 """Batches of images, which processes load: what they hand over, and how they begin and end."""
 
 import multiprocessing
-import os
-import resource
 import signal
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from multiprocessing.context import ForkContext, ForkProcess
-from multiprocessing.util import Finalize, get_temp_dir
+from multiprocessing.util import Finalize
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from reproduction.errors import STOP_SIGNALS, OneLineError, PlainError, UserError
-
-# The name of a socket has at most 107 bytes; this is what multiprocessing adds to TMPDIR.
-LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
-# Open files of a process, and more for each of its workers: of three loaders the pipes, batches on
-# their way, and sockets that hand them over.
-FILES, FILES_OF_A_WORKER = 32, 32
-SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108
+from reproduction.errors import STOP_SIGNALS, OneLineError
 
 
 class Example(NamedTuple):
@@ -49,16 +38,6 @@ class Images(Protocol):
     def __getitems__(self, keys: list[Any], /) -> list[Example]: ...
 
 
-class Worker(ForkProcess):
-    """A process that loads images, to be told from other children of this process."""
-
-
-class Workers(ForkContext):
-    """Forks workers, which shares images in memory; spawned ranks would default to spawning."""
-
-    Process = Worker
-
-
 class Loader:
     """Yields batches, which worker processes load; an error is that of the worker."""
 
@@ -69,16 +48,16 @@ class Loader:
         workers: int,
         pin: bool,
     ):
+        context = None
         if workers > 0:
-            _check_limit_of_files(workers)
             _end_workers_at_exit()
-            _choose_socket_folder()
+            context = "fork"  # shares images in memory; spawned ranks would default to spawning
         self._loader: Any = DataLoader(
             _ErrorsAsValues(images),
             batch_sampler=batches,
             collate_fn=_collated_or_error,
             num_workers=workers,
-            multiprocessing_context=Workers() if workers else None,
+            multiprocessing_context=context,
             persistent_workers=workers > 0,
             pin_memory=pin,
             worker_init_fn=_begin_worker,
@@ -95,10 +74,7 @@ class Loader:
     def _unpacked(self, batches: Iterator[Batch | OneLineError]) -> Iterator[Batch]:
         for batch in batches:
             if isinstance(batch, OneLineError):
-                try:
-                    raise batch
-                finally:
-                    del batch  # which would keep this frame, and so the workers
+                raise type(batch)(batch)  # a new one: this frame, which holds `batch`, is not in it
             yield batch
 
 
@@ -125,21 +101,6 @@ def collated(examples: list[Example]) -> Batch:
     return Batch(images, classes, [x.place for x in examples])
 
 
-def _check_limit_of_files(workers: int) -> None:
-    """Raises PlainError if this process may not open the files of a loader's workers.
-
-    A worker that cannot hand over its images would print tracebacks, or let the run wait forever.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = FILES + FILES_OF_A_WORKER * workers
-    if soft != resource.RLIM_INFINITY and needed > soft:
-        allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-        if needed > allowed:
-            rule = f"needs {needed} open files, the limit is {hard}; raise it by `ulimit -n`"
-            raise PlainError(f"dataset.workers={workers}: {rule}, or lower dataset.workers")
-
-
 def _begin_worker(worker: int) -> None:
     """Keeps a worker running until its parent ends it, if a signal reaches the process group.
 
@@ -157,30 +118,8 @@ def _end_workers_at_exit() -> None:
 
 
 def _end_workers() -> None:
-    """Kills workers that are still referenced, as by the traceback of an error.
-
-    Otherwise multiprocessing sends SIGTERM, which they ignore, and waits forever.
-    """
-    workers = [x for x in multiprocessing.active_children() if isinstance(x, Worker)]
-    if workers:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # silences torch's report of killed workers
-        for worker in workers:
-            worker.kill()
-
-
-def _choose_socket_folder() -> None:
-    """Lets multiprocessing make its folder where the names of its sockets are short enough.
-
-    Workers send images through sockets in it. If TMPDIR were too long, they would wait forever.
-    """
-    usual = tempfile.gettempdir()
-    if len(os.fsencode(usual)) <= LONGEST_TMPDIR:
-        return
-    writable = [folder for folder in SHORT_FOLDERS if os.access(folder, os.W_OK | os.X_OK)]
-    if not writable:
-        raise UserError(f"TMPDIR={usual}: has more than {LONGEST_TMPDIR} bytes")
-    tempfile.tempdir = writable[0]
-    try:
-        get_temp_dir()  # makes the folder, which this process and its workers then keep
-    finally:
-        tempfile.tempdir = usual
+    """Kills workers that are left: multiprocessing's SIGTERM, which they ignore, ends none."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # silences torch's report of killed workers
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()

@@ -47,12 +47,7 @@ def figure(path: Path, *grid: int, figsize: tuple[float, float], **settings: Any
 
 
 def draw_mixed_samples(path: Path, steps: pd.DataFrame, batch_size: int) -> None:
-    """Draws difficulty and mixed samples per batch over training, as in the paper's Figure 4.
-
-    `steps` may lack all of them, if they are of after the end of mixing.
-    """
-    counted = ("difficulty", "mixed_samples", "mixed_tokens")  # not after the end of mixing
-    steps = steps.reindex(columns=[*{*steps.columns, *counted}])
+    """Draws difficulty and mixed samples per batch over training, as in the paper's Figure 4."""
     with figure(path, 3, 1, figsize=(6, 6), sharex=True) as (difficulty, samples, tokens):
         epochs = steps.dropna(subset="difficulty").groupby("epoch")  # before off_epoch
         middle = epochs.step.mean()

@@ -20,7 +20,7 @@ from tokenmixup.horizontal import HorizontalMix
 
 LONGEST_LABEL = 13  # characters of a class name
 ROWS = 4  # images with saliency maps
-GRADIENTS_AT_ONCE = 16  # images per backward pass
+MOST_IMAGES = 16  # of which saliency is taken: the gradients of one backward pass
 
 
 def draw_pairs(path: Path, trained: TrainedRun, sample: Sample) -> str:
@@ -134,11 +134,12 @@ def _over_image(grid: np.ndarray, size: int) -> np.ndarray:
 def draw_saliency_maps(path: Path, trained: TrainedRun, sample: Sample) -> str:
     """Draws the maps of the first images, each scaled from its minimum to its maximum.
 
-    Above is the mean entropy over the sample. Returns what is drawn. Raises ValueError as in
+    Above is the mean entropy over a few more. Returns what is drawn. Raises ValueError as in
     `saliency_maps`.
     """
-    maps = saliency_maps(trained.module, sample.images, sample.targets)
-    pictures = displayable(sample.images[:ROWS], trained.config)
+    images = sample.images[:MOST_IMAGES]
+    maps = saliency_maps(trained.module, images, sample.targets[:MOST_IMAGES])
+    pictures = displayable(images[:ROWS], trained.config)
     size = (0.5 + 1.65 * (1 + len(maps)), 1.9 * len(pictures) + 0.3)
     with figure(path, len(pictures), 1 + len(maps), figsize=size, squeeze=False) as axes:
         for row, picture in enumerate(pictures):
@@ -155,7 +156,7 @@ def draw_saliency_maps(path: Path, trained: TrainedRun, sample: Sample) -> str:
     return (
         f"Saliency of the tokens that enter HTM's first block, by gradient and {attention}, on "
         "training images without augmentation. Each map is scaled from its minimum to its maximum; "
-        f"entropies are means over {len(sample.images)} images, lower is sharper."
+        f"entropies are means over {len(images)} images, lower is sharper."
     )
 
 
@@ -176,14 +177,9 @@ def saliency_maps(module: TokenMixup, images: Tensor, targets: Tensor) -> dict[s
     detectors["one_step"] = HTM(layer=layer)
     maps = {}
     for name, htm in detectors.items():
-        mixing = with_htm(module, htm)
-        parts = []
-        chunks = (images.split(GRADIENTS_AT_ONCE), targets.split(GRADIENTS_AT_ONCE))
-        for some_images, some_targets in zip(*chunks, strict=True):
-            mix = mixing.mixed_pairs(some_images, some_targets)
-            assert mix is not None
-            parts.append(mix.saliency.cpu())
-        maps[name] = torch.cat(parts)
+        mix = with_htm(module, htm).mixed_pairs(images, targets)
+        assert mix is not None
+        maps[name] = mix.saliency.cpu()
     return maps
 
 

@@ -1,6 +1,6 @@
 """The report of one run: report.md and its pictures, with the data behind them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from reproduction.reporting.pictures import draw_pairs, draw_saliency_maps
 from reproduction.reporting.trained import Sample, TrainedRun, load_trained, some_images
 
 Draw = Callable[[Path, TrainedRun, Sample], str]  # returns what is drawn
-# By the methods of a stack: what they do, and what draws pictures of a trained model.
+# What the methods of a stack do
 METHODS = {
     "htm": (
         "HTM gives easy samples of a batch, those whose difficulty (the loss of a small head, "
@@ -39,8 +39,9 @@ WHERE = (
     "All settings are in [config.yaml](config.yaml), all numbers in [summary.json](summary.json), "
     "and those of each batch and epoch in [metrics.jsonl](metrics.jsonl)."
 )
-OF_TRAINED: dict[str, dict[str, Draw]] = {
-    "htm": {"mixed_pairs.png": draw_pairs, "saliency.png": draw_saliency_maps},
+OF_TRAINED: dict[str, Draw] = {  # of HTM
+    "mixed_pairs.png": draw_pairs,
+    "saliency.png": draw_saliency_maps,
 }
 
 
@@ -79,18 +80,15 @@ def _draw(folder: RunFolder, config: Config) -> list[str]:
         return [f"No pictures: the lines of {folder.metrics_path.name} are lost."]
     sections = [_picture("accuracy.svg", ACCURACY)]
     draw_accuracy(folder.path / "accuracy.svg", steps, epochs)
-    stack = config.augmentation.stack
-    if "htm" in stack:
+    if "htm" in config.augmentation.stack:
         draw_mixed_samples(folder.path / "mixed_samples.svg", steps, config.recipe.batch_size)
         sections.append(_picture("mixed_samples.svg", MIXED_SAMPLES))
-    draws = {name: draw for method in stack for name, draw in OF_TRAINED.get(method, {}).items()}
-    if draws:
-        sections += _draw_trained(folder, config, draws)
+        sections += _draw_trained(folder, config)
         torch.cuda.empty_cache()  # for other processes, and the ranks of the next run
     return sections
 
 
-def _draw_trained(folder: RunFolder, config: Config, draws: Mapping[str, Draw]) -> Iterator[str]:
+def _draw_trained(folder: RunFolder, config: Config) -> Iterator[str]:
     """Draws the pictures of the trained model; errors become text, as the run is finished."""
     try:
         trained = load_trained(config, folder)
@@ -98,7 +96,7 @@ def _draw_trained(folder: RunFolder, config: Config, draws: Mapping[str, Draw]) 
     except (OneLineError, RuntimeError) as error:
         yield f"No pictures of the trained model: {told(error)}."
         return
-    for name, draw in draws.items():
+    for name, draw in OF_TRAINED.items():
         try:
             yield _picture(name, draw(folder.path / name, trained, sample))
         except ValueError as error:

@@ -57,7 +57,7 @@ weights, order and augmentation, so deviations and intervals say nothing of the 
 
 ## How to check a line
 
-`python -m scripts.report --results results` writes this page from `results/*.jsonl`, which hold a
+`python -m scripts.results` writes this page from `results/*.jsonl`, which hold a
 line for each run, with its configuration, its versions and its git revision, an earlier one. To
 check a line, train its configuration again at that revision: on a CPU, with the same versions and
 threads, the weights are equal bit for bit. Their sha256 is over their names and bytes, in lines of

@@ -89,6 +89,9 @@ def fit(run: TrainingRun, state: RunState) -> dict[str, Any]:
         load_ahead(run, state)
         evaluate_epoch(run, state)
         end_epoch(run, state, pace)
+    reason = metrics.unmixed_reason(state.sums)
+    if reason and run.trainer.module.htm is not None and run.is_main:
+        say(f"htm: no token was replaced in this run: {reason}")
     return _results(run, state)
 
 

@@ -231,6 +231,15 @@ def mixing(epochs: list[Sums], images: int) -> dict[str, float | None]:
     return found if epochs else dict.fromkeys(found)
 
 
+def unmixed_reason(epochs: list[Sums]) -> str:
+    """Returns why HTM has replaced no token in any of these epochs, or "" if it has."""
+    if any(sums.mixed_samples for sums in epochs):
+        return ""
+    if any(sums.easy_samples for sums in epochs):
+        return "no gain was above rho"
+    return "no sample was easy, with a difficulty below tau"
+
+
 def tested_accuracies(log: list[Line], last: Scores, selected: Scores) -> dict[str, Any]:
     """Returns the accuracies of a run with a validation split for summary.json.
 

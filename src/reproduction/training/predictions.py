@@ -19,7 +19,7 @@ from reproduction.data.halves import Data, in_memory
 from reproduction.data.inputs import build_normalize
 from reproduction.data.loaders import build_evaluation_loader
 from reproduction.data.sources import opened, unlabelled
-from reproduction.errors import UserError, progress, warn
+from reproduction.errors import UserError, progress
 from reproduction.files import write_text
 from reproduction.identity import settings_of_evaluation
 from reproduction.machine import local_ranks
@@ -65,9 +65,6 @@ def _evaluate(config: Config, checkpoints: list[Path], images: Path | None) -> E
     with join_world(resolve_device(config.device, config.devices, precision)) as world:
         weights, loaded = read_plain(checkpoints)
         data = data_for(weights, config, images)
-        if world.is_main:
-            for remark in data.remarks:
-                warn(f"warning: {remark}")
         data = in_memory(data, ("held_out",), local_ranks(config.devices))
         model = build_trained(config.model, weights, len(data.classes))
         place(model, world.device)

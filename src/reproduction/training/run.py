@@ -227,8 +227,6 @@ def _say_start(trainer: Trainer, data: Data, facts: Mapping[str, Any]) -> None:
     if world.size > 1:
         device = f"{world.size} ranks on {device}"
     say(f"{verb}: {config.model.name} on {', '.join(images)}, {mixing}, {device}")
-    for remark in data.remarks:
-        warn(f"warning: {remark}")
     if facts.get("initial_weights") is not None:
         say(f"initial weights: {facts['initial_weights']}")
     for name, row in facts.get("htm", {}).items():

@@ -1,10 +1,8 @@
 """What is tried out before a run begins, so that it ends in one line: `check_start`."""
 
-from dataclasses import replace
-
 import torch
 
-from reproduction.config import METRIC, Config, Recipe
+from reproduction.config import DATA, METRIC, Config, Recipe
 from reproduction.data import loaders
 from reproduction.data.inputs import build_training_inputs
 from reproduction.data.sources import opened
@@ -30,9 +28,9 @@ def check_start(config: Config) -> None:
     build_optimizer(module.to_empty(device="cpu"), config.recipe)
     images = loaders.build_training_images(config, data.train)
     try:
-        replace(images, in_a_row=0)[0, 0]  # no other in its place: the function may be wrong
+        images.transform(data.train[0][0])  # no other in its place: the function may be wrong
     except PlainError as error:
-        raise UserError(f"the first training image: {error}") from error
+        raise UserError(f"{DATA.override(config.dataset.source)}: {error}") from error
     count = config.recipe.grad_accum_steps
     fewest = batches.global_size(len(batches) - 1) // config.devices  # of a rank, in a batch
     if fewest < count:
