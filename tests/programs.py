@@ -10,6 +10,7 @@ import csv
 import json
 import logging
 import os
+import re
 import resource
 import runpy
 import signal
@@ -536,6 +537,11 @@ def snapshot(folder: str | Path = ".") -> dict[str, object]:
             else:
                 entries[str(path)] = None
     return entries
+
+
+def of_runs(files: dict[str, object]) -> dict[str, object]:
+    """Leaves out of a snapshot what Hydra writes for each command."""
+    return {x: content for x, content in files.items() if not re.search(r"\.hydra|train\.log", x)}
 
 
 def nested(values: dict[str, Any]) -> dict[str, Any]:

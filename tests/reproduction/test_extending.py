@@ -218,14 +218,12 @@ def test_a_mixing_may_return_numbers_of_numpys_precision():
     assert len(hashes) == 1
 
 
-@pytest.mark.parametrize("weights", ["2 * weights", "0.5"])
-def test_a_mixing_with_wrong_weights_ends_the_run(weights: str):
-    text = WIDE.replace("mixed.double(), partners, weights.double()", f"mixed, partners, {weights}")
-    Path("wide.py").write_text(text)
+def test_a_mixing_with_wrong_weights_ends_the_run():
+    Path("wide.py").write_text(WIDE.replace("weights.double()", "2 * weights"))
     words = ("--config-dir", "mine", SMALL, STEPS, "augmentation=[resizemix]")
     result = train(words, "augmentation.resizemix.source=wide:mix", "name=wide")
     assert result.status == 1
-    assert "must be" in result.err.splitlines()[-1]
+    assert "must be from 0 to 1" in result.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("key", ["recipe.loss_options.run", "recipe.metrics.sure"])

@@ -31,6 +31,7 @@ from tests.programs import (
     evaluate,
     files_end_at,
     line_of,
+    of_runs,
     planted,
     same,
     snapshot,
@@ -322,10 +323,10 @@ def test_a_run_begins_in_a_folder_without_its_files(here: Path, leaves: list[str
 def test_a_run_without_readable_checkpoint_is_refused_unchanged(left: Run):
     for path in left.checkpoints:
         path.write_bytes(path.read_bytes()[:1000])
-    before = snapshot()
+    before = of_runs(snapshot())
     assert_refused(train(BY_STEPS), "last.pt")
     assert_refused(evaluate("run=outputs/mine", SOURCE, "device=cpu"), "last.pt")
-    assert snapshot() == before
+    assert of_runs(snapshot()) == before
 
 
 def test_a_full_disk_ends_a_run_in_one_line_and_it_resumes(here: Path, whole: Run):

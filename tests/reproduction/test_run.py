@@ -31,6 +31,7 @@ from tests.programs import (
     assert_succeeded,
     build_trainer,
     evaluate,
+    of_runs,
     same,
     snapshot,
     statuses,
@@ -222,18 +223,12 @@ def test_first_lines_and_summary_say_the_numbers_of_auto(here: Path):
         assert line["difficulty"] == pytest.approx(mean)
 
 
-def files_of_ours() -> dict[str, object]:
-    """What a run has written, without the files that Hydra writes for each command."""
-    files = snapshot().items()
-    return {x: content for x, content in files if ".hydra" not in x and "train.log" not in x}
-
-
 def test_a_finished_run_is_printed_and_not_extended(here: Path):
     first = train("name=mine", SMALL)
-    ours = files_of_ours()
+    ours = of_runs(snapshot())
     again = train("name=mine", "resume=auto", SMALL)
     assert_succeeded(again)
-    assert files_of_ours() == ours
+    assert of_runs(snapshot()) == ours
     before = snapshot()
     assert again.out.splitlines()[-2:] == first.out.splitlines()[-2:]
     longer = train("name=mine", "resume=auto", SMALL, "recipe.epochs=5")

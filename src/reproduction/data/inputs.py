@@ -146,7 +146,10 @@ class OwnMixing:
         return np.random.default_rng(np.random.randint(2**31))
 
     def mix(self, images: Tensor, classes: Tensor, rng: np.random.Generator) -> Mixed:
+        """Mixes a batch; ValueError, on a CPU, for weights beyond 0 and 1."""
         mixed, partners, weight = self.mix_images(images, classes, rng)
+        if weight.device.type == "cpu" and not ((weight >= 0) & (weight <= 1)).all():
+            raise ValueError(f"returns weights {weight.tolist()}, must be from 0 to 1")
         weight = weight.to(images)
         return Mixed(
             images=mixed.to(images),  # a mask of numpy is float64
