@@ -48,7 +48,7 @@ OF_SWEEPS = re.compile(r"hydra/launcher|hydra/sweeper|hydra\.(launcher|sweeper|s
 
 @dataclass(frozen=True)
 class Override:
-    """A override as typed, and what Hydra reads in it."""
+    """An override as typed, and what Hydra reads in it."""
 
     text: str
     key: str  # or group, without + or ~ before it
@@ -72,7 +72,7 @@ class Override:
 
 @lru_cache(maxsize=4096)
 def override_of(typed: str) -> Override:
-    """Reads a override by Hydra's grammar; UserError if it cannot be read."""
+    """Reads an override by Hydra's grammar; UserError if it cannot be read."""
     with hydra_errors(typed):
         read = OverridesParser.create().parse_override(typed)
         return Override(typed, read.key_or_group, read.value())

@@ -313,7 +313,7 @@ class Part:
         stem = Path(self.name).stem
         if self.is_whole_of_the_paper:
             return stem
-        tail = f"-{digest([self.row_hashes, self.seeds])}"
+        tail = f"-{digest([self.name, self.row_hashes, self.seeds])}"
         return cut(stem, LONGEST_NAME, tail)
 
     @property
