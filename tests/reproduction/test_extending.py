@@ -33,11 +33,34 @@ from tests.programs import (
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 FILES = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL))
+# A loss that is a module, whose weights are frozen
+FILES["teacher.py"] = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from reproduction import load_run
+from tokenmixup import training_loss
+
+
+class Teacher(nn.Module):
+    def __init__(self, run, weight=0.5, temperature=2.0):
+        super().__init__()
+        self.model, _, _ = load_run(run)
+        self.weight, self.temperature = weight, temperature
+
+    def forward(self, output, batch, step):
+        with torch.no_grad():
+            theirs = F.log_softmax(self.model(batch.images) / self.temperature, dim=1)
+        ours = F.log_softmax(output.logits.float() / self.temperature, dim=1)
+        distance = F.kl_div(ours, theirs, log_target=True, reduction="batchmean")
+        return training_loss(output) + self.weight * self.temperature**2 * distance
+"""
+TEACHER = "python train.py recipe.loss=teacher:Teacher +recipe.loss_options.run=outputs/teacher"
 COMMANDS = {
     " ".join(shlex.split(line)[2:]): shlex.split(line)[2:]
-    for text in codes(PAGE, "sh")
+    for text in (*codes(PAGE, "sh"), TEACHER)
     for line in text.splitlines()
-    if line.startswith("python train.py") and "name=teacher" not in line
 }
 # What mixes at once, so that rules have something to do; without it the first epochs mix nothing.
 MIXES = ("augmentation.htm.tau=inf", "augmentation.htm.rho=0")
