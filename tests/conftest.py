@@ -168,9 +168,9 @@ def assert_nothing_is_left(model: nn.Module) -> None:
 
 
 @contextmanager
-def refused(told: str, kind: type[Exception] = ValueError) -> Iterator[None]:
+def refused(line: str, error_type: type[Exception] = ValueError) -> Iterator[None]:
     """Expects an error of one line, in which a pattern is found."""
-    with pytest.raises(kind, match=told) as error:
+    with pytest.raises(error_type, match=line) as error:
         yield
     assert "\n" not in str(error.value)
 

@@ -129,8 +129,8 @@ def adapter_of(model: Any) -> Adapter:
     Raises ValueError if an adapter of the user's must say where the blocks are, or which of their
     tokens are the prefix.
     """
-    for kind in type(model).__mro__:
-        known = ADAPTERS.get(f"{kind.__module__}.{kind.__name__}")
+    for base in type(model).__mro__:
+        known = ADAPTERS.get(f"{base.__module__}.{base.__name__}")
         if known is not None:
             return known
     name = type(model).__name__

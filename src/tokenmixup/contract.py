@@ -30,8 +30,8 @@ def check_block(plan: Plan) -> None:
         return
     for part in plan.block.modules():
         if isinstance(part, BATCH_NORMS):
-            kind = type(part).__name__
-            raise ValueError(f"{plan.name} has a {kind}, whose statistics would see tokens twice")
+            norm = type(part).__name__
+            raise ValueError(f"{plan.name} has a {norm}, whose statistics would see tokens twice")
 
 
 def check_model(model: nn.Module, plans: Iterable[Plan], images: Tensor) -> None:

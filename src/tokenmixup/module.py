@@ -61,9 +61,9 @@ class TokenMixup(nn.Module):
 
     `images`: `b 3 h w`; `targets`: `b c`, probabilities after any input mixup. Evaluation ignores
     targets. Training raises TypeError without them; ValueError for images or targets of another
-    kind, a block whose map is not seen, and one that is
-    skipped, repeated or checkpointed by the model itself; FloatingPointError if saliency is not
-    finite, as `assignment.optimal_donors` says. HTM's `rules` may be replaced.
+    shape, a block whose map is not seen, and one that is skipped, repeated or checkpointed by the
+    model itself; FloatingPointError if saliency is not finite, as
+    `assignment.optimal_donors` says. HTM's `rules` may be replaced.
     """
 
     def __init__(

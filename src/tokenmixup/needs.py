@@ -36,11 +36,11 @@ def check_layers(mixing: Mixing, model: nn.Module, blocks: Sequence[nn.Module]) 
         layers["manifold_mixup.layers"] = list(mixing.manifold.layers)
     rolled = [layer + htm.rollout_steps for layer, htm in mixing.htm.items()]
     layers["htm.layer + htm.rollout_steps"] = rolled
-    kind = type(model).__name__
+    name = type(model).__name__
     for key, indices in layers.items():
         last = max(indices, default=0)
         if last >= len(blocks):
-            raise ValueError(f"{key}={last}: {kind} has blocks 0..{len(blocks) - 1}")
+            raise ValueError(f"{key}={last}: {name} has blocks 0..{len(blocks) - 1}")
 
 
 def check_needs(mixing: Mixing, takes_gradient: bool, model: nn.Module, adapter: Adapter) -> None:
@@ -55,8 +55,8 @@ def check_needs(mixing: Mixing, takes_gradient: bool, model: nn.Module, adapter:
     rolls_out = any(htm.rollout_steps for htm in mixing.htm.values())
     if (mixing.vtm or rolls_out) and not adapter.attends_to_all:
         key = "vtm.layer" if mixing.vtm else "htm.rollout_steps"
-        kind = type(model).__name__
-        raise ValueError(f"{key}: needs attention over all tokens, which {kind} does not have")
+        name = type(model).__name__
+        raise ValueError(f"{key}: needs attention over all tokens, which {name} does not have")
     if rolls_out and getattr(model, "rope_mixed", False):  # timm's
         raise ValueError("htm.rollout_steps: must be 0, each block has rotary positions of its own")
     if not (mixing.htm and takes_gradient):

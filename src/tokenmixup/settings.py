@@ -42,7 +42,7 @@ class Range(NamedTuple):
 
     least: float
     most: float = LARGEST
-    kind: type = Real
+    type_: type = Real
     others: tuple[Any, ...] = ()
     is_list: bool = False  # whether it may be several: one for each layer
 
@@ -53,16 +53,16 @@ class Range(NamedTuple):
             return [one.checked(x) for x in value]
         if isinstance(value, str | float) and value in self.others:
             return value
-        is_number = isinstance(value, self.kind) and not isinstance(value, bool)
+        is_number = isinstance(value, self.type_) and not isinstance(value, bool)
         if not is_number or not self.least <= value <= self.most:
             raise ValueError(f"must be {self.allowed}")
-        if self.kind is Integral:
+        if self.type_ is Integral:
             return int(value)
         return float(value)
 
     @property
     def allowed(self) -> str:
-        name = "an integer" if self.kind is Integral else "a number"
+        name = "an integer" if self.type_ is Integral else "a number"
         range_ = f">= {self.least}"
         if self.most < LARGEST:
             range_ = f"from {self.least} to {self.most}"
@@ -96,11 +96,11 @@ class _Settings:
 
 
 def choices_of(settings: type, name: str) -> list[Any]:
-    """Returns the values of an option that is a rule, a word or true or false."""
+    """Returns the values of an option that is a rule, a name or true or false."""
     if name in RULES:
         return list(RULES[name])
-    (kind,) = (option.type for option in fields(settings) if option.name == name)
-    return list(get_args(kind)) or [False, True]
+    (choices,) = (option.type for option in fields(settings) if option.name == name)
+    return list(get_args(choices)) or [False, True]
 
 
 class _Layered(_Settings):
@@ -139,23 +139,24 @@ class _Layered(_Settings):
         return settings
 
 
-Kind = TypeVar("Kind", bound=_Settings)
+Settings = TypeVar("Settings", bound=_Settings)
 
 
-def built(kind: type[Kind], given: Any) -> Kind | None:
+def built(method: type[Settings], given: Any) -> Settings | None:
     """Builds settings from a mapping; returns settings and None unchanged."""
-    if given is None or isinstance(given, kind):
+    if given is None or isinstance(given, method):
         return given
     if not isinstance(given, Mapping):
-        raise ValueError(f"{kind.key}={given!r}: must be a mapping of settings, or {kind.__name__}")
-    names = [option.name for option in fields(cast(Any, kind))]
+        must = f"must be a mapping of settings, or {method.__name__}"
+        raise ValueError(f"{method.key}={given!r}: {must}")
+    names = [option.name for option in fields(cast(Any, method))]
     for name, value in given.items():
         if name not in names:
             has = f"unknown key; it has {', '.join(names)}"
-            raise ValueError(f"{kind.key}.{name}={value!r}: {has}")
+            raise ValueError(f"{method.key}.{name}={value!r}: {has}")
     if "layer" in names and "layer" not in given:
-        raise ValueError(f"{kind.key}.layer: no value is set")
-    return kind(**given)
+        raise ValueError(f"{method.key}.layer: no value is set")
+    return method(**given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,11 +185,11 @@ class HTM(_Layered):
 
     key = "htm"
     ranges: ClassVar = {
-        "layer": Range(0, kind=Integral, is_list=True),
+        "layer": Range(0, type_=Integral, is_list=True),
         "tau": Range(0, others=(AUTO, math.inf), is_list=True),
         "rho": Range(0, 1, others=(AUTO, math.inf), is_list=True),
         "score_loss_weight": Range(0),
-        "rollout_steps": Range(0, kind=Integral),
+        "rollout_steps": Range(0, type_=Integral),
     }
 
     layer: int | Sequence[int]
@@ -252,8 +253,8 @@ class VTM(_Layered):
 
     key = "vtm"
     ranges: ClassVar = {
-        "layer": Range(1, kind=Integral, is_list=True),
-        "kappa": Range(1, kind=Integral, is_list=True),
+        "layer": Range(1, type_=Integral, is_list=True),
+        "kappa": Range(1, type_=Integral, is_list=True),
     }
 
     layer: int | Sequence[int]
@@ -273,7 +274,7 @@ class ManifoldMixup(_Settings):
     key = "manifold_mixup"
     ranges: ClassVar = {
         "alpha": Range(LEAST_ALPHA),
-        "layers": Range(0, kind=Integral, is_list=True),
+        "layers": Range(0, type_=Integral, is_list=True),
     }
 
     alpha: float = 2.0

@@ -1,4 +1,4 @@
-"""Gain matrices of several kinds, and how far an assignment is from the optimum of one.
+"""Gain matrices for tests, and how far an assignment is from the optimum of one.
 
 saliencies.npz holds the saliency of 504 images in float16: of two ViTs with 64 tokens trained on
 scikit-learn's digits, one with a class token, early and late in training.
@@ -25,24 +25,24 @@ SALIENCIES = Path(__file__).parents[1] / "fixtures" / "saliencies.npz"
 class Matrix(NamedTuple):
     """Gains `b b` in float64, receiver x donor, and the easy samples, `b` bool."""
 
-    kind: str
+    name: str
     gain: Tensor
     is_easy: Tensor
 
 
 def matrices(b: int, share: float, seed: int = 0) -> Iterator[Matrix]:
-    """Yields a matrix of each kind for `b` samples, up to 504, with this share of easy ones."""
+    """Yields one matrix of each sort for `b` samples, up to 504, with this share of easy ones."""
     g = torch.Generator().manual_seed(1000 * b + int(100 * share) + 7 * seed)
     easy = round(share * b)
 
-    def matrix(kind: str, gain: Tensor) -> Matrix:
+    def matrix(name: str, gain: Tensor) -> Matrix:
         chosen = torch.randperm(b, generator=g)[:easy]
         is_easy = torch.zeros(b, dtype=torch.bool)
         is_easy[chosen] = True
-        return Matrix(kind, gain.double(), is_easy)
+        return Matrix(name, gain.double(), is_easy)
 
-    def of_saliency(kind: str, saliency: Tensor, rho: float = 0.0) -> Matrix:
-        return matrix(kind, gain_matrix(saliency, rho))
+    def of_saliency(name: str, saliency: Tensor, rho: float = 0.0) -> Matrix:
+        return matrix(name, gain_matrix(saliency, rho))
 
     for name, recorded in np.load(SALIENCIES).items():
         order = torch.randperm(len(recorded), generator=g)

@@ -1,4 +1,4 @@
-"""Models of every kind that `attach` supports, small, with random weights, and what they attend to.
+"""Small examples of the models that `attach` supports, and what they attend to.
 
 The maps are seen by running a model without fused kernels; nothing of the library is used.
 Letters: b batch, h heads, n tokens with prefix, t spatial tokens, w windows, d width.
@@ -6,7 +6,6 @@ Letters: b batch, h heads, n tokens with prefix, t spatial tokens, w windows, d 
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,19 +39,16 @@ PVT: dict[str, Any] = {"embed_dims": (16, 32, 40, 64), "depths": (1, 2, 1, 1)}
 class Encoded(nn.Module):
     """Patches, torch's own encoder, the mean of the tokens."""
 
-    def __init__(self, patch: Any = 8, **options: Any):
+    def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Conv2d(3, 32, patch, stride=patch)
-        told = {"norm_first": True, "batch_first": True, "dropout": 0.0, **options}
-        layer = nn.TransformerEncoderLayer(32, 4, 64, **told)
-        with warnings.catch_warnings(action="ignore"):  # of nested tensors, which nobody wants
-            self.encoder = nn.TransformerEncoder(layer, 3)
+        self.embed = nn.Conv2d(3, 32, 8, stride=8)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
         self.head = nn.Linear(32, CLASSES)
-        self.masks: dict[str, Any] = {}
 
     def forward(self, images: Tensor) -> Tensor:
         tokens = self.embed(images).flatten(2).mT
-        return self.head(self.encoder(tokens, **self.masks).mean(dim=1))
+        return self.head(self.encoder(tokens).mean(dim=1))
 
 
 ENCODED = Adapter(blocks="encoder.layers", embed_dim=32)
@@ -125,7 +121,7 @@ def huggingface(name: str, **more: Any) -> nn.Module:
     return getattr(transformers, f"{name}ForImageClassification")(config)
 
 
-class Kind(NamedTuple):
+class Example(NamedTuple):
     """How a model is built, and what `attach` must find out about it."""
 
     build: Callable[[], Any]  # a model, or it and its adapter
@@ -144,24 +140,24 @@ class Kind(NamedTuple):
         return "class_token" if self.reads else "attention"
 
 
-def of_timm(name: str, prefix: int = 1, reads: bool = False, **options: Any) -> Kind:
-    told = {"img_size": 64, **SMALL, **options}
-    build = partial(timm.create_model, name, num_classes=CLASSES, **told)
-    return Kind(build, prefix, reads, pixels=64, listed=name)
+def of_timm(name: str, prefix: int = 1, reads: bool = False, **options: Any) -> Example:
+    options = {"img_size": 64, **SMALL, **options}
+    build = partial(timm.create_model, name, num_classes=CLASSES, **options)
+    return Example(build, prefix, reads, pixels=64, listed=name)
 
 
-def staged(name: str, layers: tuple[int, ...], pixels: int, blocks: str, **options: Any) -> Kind:
-    told = {"num_classes": CLASSES, "drop_path_rate": 0.0, **options}
-    build = partial(timm.create_model, name, **told)
-    return Kind(build, pixels=pixels, blocks=blocks, layers=layers, stages=True, listed=name)
+def staged(name: str, layers: tuple[int, ...], pixels: int, blocks: str, **options: Any) -> Example:
+    options = {"num_classes": CLASSES, "drop_path_rate": 0.0, **options}
+    build = partial(timm.create_model, name, **options)
+    return Example(build, pixels=pixels, blocks=blocks, layers=layers, stages=True, listed=name)
 
 
-def of_transformers(name: str, *told: Any, **more: Any) -> Kind:
+def of_transformers(name: str, *fields: Any, **more: Any) -> Example:
     build = partial(huggingface, name)
-    return Kind(build, *told, **more, listed=f"{name}ForImageClassification")
+    return Example(build, *fields, **more, listed=f"{name}ForImageClassification")
 
 
-KINDS: dict[str, Kind] = {
+EXAMPLES: dict[str, Example] = {
     "vit": of_timm("vit_tiny_patch16_224", 1, True),  # fused qkv
     "siglip": of_timm("vit_base_patch16_siglip_224", 0),  # attention pooling
     "registers": of_timm("vit_small_patch14_reg4_dinov2", 5, True, patch_size=16),  # layer scale
@@ -194,9 +190,9 @@ KINDS: dict[str, Kind] = {
     "cait": of_timm("cait_xxs24_224", 0, depth_token_only=1)._replace(vtm=False),
     "norms behind": of_timm("vit_base_patch16_rpn_224", 0),  # the attention
     "parallel": of_timm("vit_base_patch16_xp_224", 1, True),  # attention and MLP
-    "cct": Kind(small_cct, pixels=16, listed="CCT"),
-    "vit-lite": Kind(small_vit_lite, 1, True, 16, listed="CCT"),
-    "torchvision": Kind(
+    "cct": Example(small_cct, pixels=16, listed="CCT"),
+    "vit-lite": Example(small_vit_lite, 1, True, 16, listed="CCT"),
+    "torchvision": Example(
         lambda: torchvision.models.VisionTransformer(32, 8, 3, 4, 32, 64, num_classes=CLASSES),
         prefix=1,
         reads=True,
@@ -206,8 +202,8 @@ KINDS: dict[str, Kind] = {
     "hf vit": of_transformers("ViT", 1, True, blocks="vit.layers"),
     "hf deit": of_transformers("DeiT", 2, True, blocks="deit.layers"),
     "hf dinov2": of_transformers("Dinov2", prefix=1, blocks="dinov2.encoder.layer"),
-    "encoder": Kind(lambda: (Encoded(), ENCODED), blocks="encoder.layers"),
-    "by hand": Kind(
+    "encoder": Example(lambda: (Encoded(), ENCODED), blocks="encoder.layers"),
+    "by hand": Example(
         lambda: (HandMade(), BY_HAND), 1, True, blocks="layers", vtm=False, listed="eager"
     ),
     "swin": staged(
@@ -215,13 +211,6 @@ KINDS: dict[str, Kind] = {
     ),
     "swin, padded": staged(
         "swin_tiny_patch4_window7_224", (1, 3), 56, "layers.*.blocks", **SWIN | {"img_size": 56}
-    ),
-    "swin, any size": staged(
-        "swin_tiny_patch4_window7_224",
-        layers=(1,),
-        pixels=96,
-        blocks="layers.*.blocks",
-        **SWIN | {"strict_img_size": False},
     ),
     "swin v2": staged("swinv2_tiny_window8_256", (0, 1, 3), 64, "layers.*.blocks", **SWIN),
     "pvt v2": staged("pvt_v2_b0", (0, 1, 2, 4), 64, "stages.*.blocks", **PVT),
@@ -251,10 +240,10 @@ QUICK = (  # the others are like one of these
     "pvt v2",
     "hiera",
 )
-WITH_MEMORY = [name for name, kind in KINDS.items() if kind.vtm and not kind.stages]
+WITH_MEMORY = [name for name, example in EXAMPLES.items() if example.vtm and not example.stages]
 
 
-def of_each_kind(names: Iterable[str] = KINDS, quick: Iterable[str] = QUICK) -> list[Any]:
+def of_each(names: Iterable[str] = EXAMPLES, quick: Iterable[str] = QUICK) -> list[Any]:
     """All of `names`, those that are not `quick` marked slow."""
     return [x if x in quick else pytest.param(x, marks=pytest.mark.slow) for x in names]
 
@@ -262,13 +251,13 @@ def of_each_kind(names: Iterable[str] = KINDS, quick: Iterable[str] = QUICK) -> 
 def build(name: str) -> tuple[Any, Adapter | None]:
     """A model with random positions, biases and layer scales as well, without dropout."""
     torch.manual_seed(0)
-    kind = KINDS[name]
-    model = kind.build()
+    example = EXAMPLES[name]
+    model = example.build()
     adapter = None
     if isinstance(model, tuple):
         model, adapter = model
     noise = 0.1
-    if kind.pixels == 64 and not kind.stages:
+    if example.pixels == 64 and not example.stages:
         noise = 0.2
     with torch.no_grad():
         for parameter in model.parameters():
@@ -282,51 +271,18 @@ def build(name: str) -> tuple[Any, Adapter | None]:
 
 
 def batch_of(name: str, size: int = 4) -> tuple[Tensor, Tensor]:
-    return drawn_batch(size, KINDS[name].pixels)
+    return drawn_batch(size, EXAMPLES[name].pixels)
 
 
 def blocks_of(name: str, model: Any) -> list[Any]:
     blocks = [model]
-    for path in KINDS[name].blocks.split(".*."):
+    for path in EXAMPLES[name].blocks.split(".*."):
         blocks = [block for stage in blocks for block in stage.get_submodule(path)]
     return blocks
 
 
 def logits_of(out: Any) -> Tensor:
     return getattr(out, "logits", out)
-
-
-# Models that are changed
-
-BOTH: dict[str, Any] = {
-    "htm": {"layer": 1, "tau": float("inf"), "rho": 0.0, "score_loss_weight": 0.0},
-    "vtm": {"layer": 2, "kappa": 2},
-}
-
-
-def randomized(model: Any) -> Any:
-    """Gives new parameters values that matter."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model
-
-
-def vit(**options: Any) -> Any:
-    torch.manual_seed(0)
-    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "num_heads": 3, "depth": 4}
-    told = {**sizes, "num_classes": CLASSES, **options}
-    return randomized(timm.create_model("vit_tiny_patch16_224", **told))
-
-
-def encoded() -> Any:
-    torch.manual_seed(0)
-    return randomized(Encoded())
-
-
-def batch(pixels: int = 32) -> tuple[Tensor, Tensor]:
-    return drawn_batch(4, pixels)
 
 
 # What the model itself attends to
@@ -362,8 +318,8 @@ class Maps(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
-            told = {"need_weights": True, "average_attn_weights": False}
-            _, attn = func(*args, **kwargs | told)
+            options = {"need_weights": True, "average_attn_weights": False}
+            _, attn = func(*args, **kwargs | options)
             self.maps.append(attn)
         out = func(*args, **kwargs)
         if getattr(func, "__name__", "") == "softmax":
@@ -387,15 +343,15 @@ def calls_of(name: str, model: Any, images: Tensor) -> list[Call]:
 
 def saliency_of(name: str, block: Any, call: Call) -> Tensor:
     """Eq. 3 by a block's own map, token by token: `b t`."""
-    kind = KINDS[name]
+    example = EXAMPLES[name]
     attn = call.attn
     x = call.args[0]
     assert attn is not None
-    if not kind.stages:
+    if not example.stages:
         attn = attn.mean(dim=1)
-        if kind.reads:
+        if example.reads:
             attn = attn[:, :1]
-        return attn.mean(dim=1)[:, kind.prefix :]
+        return attn.mean(dim=1)[:, example.prefix :]
     received = attn.mean(dim=-2).mean(dim=1)  # over queries and heads
     if hasattr(block, "shift_size"):
         return of_windows(block, received, *x.shape[:3])

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,23 +35,23 @@ def loss(matrix: Matrix) -> float:
     return loss_of(matrix, assignment_kernel, DEVICE)
 
 
-LARGER = [(16, 0.9), (33, 0.5), (64, 0.05), (64, 1.0)]
+LARGER = [(1, 1.0), (7, 1.0), (16, 0.9), (33, 0.5), (64, 0.05), (64, 1.0)]
 if DEVICE == "cuda":  # the interpreter would take minutes for each
     LARGER += [(128, 1.0), (504, 0.6), (504, 1.0)]
-SIZES = [(1, 1.0), (7, 1.0), (9, 0.6)]  # samples, share of easy ones
+SIZES: list[Any] = [(9, 0.6)]  # samples, share of easy ones
 SIZES += [pytest.param(*size, marks=pytest.mark.slow) for size in LARGER]
 
 
 @pytest.mark.parametrize(("b", "share"), SIZES)
 def test_donors_gain_as_much_as_scipys(b: int, share: float):
     for matrix in matrices(b, share):
-        assert loss(matrix) <= b * 2**-28, matrix.kind
+        assert loss(matrix) <= b * 2**-28, matrix.name
 
 
 def test_donors_are_right_in_several_tiles_and_in_every_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(assignment_kernel, "TILE", 64)  # 4 of 16 rows
-    for matrix in islice(matrices(13, 0.8), 4):
-        assert loss(matrix) <= 13 * 2**-28, matrix.kind
+    for matrix in islice(matrices(13, 0.8), 2):
+        assert loss(matrix) <= 13 * 2**-28, matrix.name
         given = (matrix.gain.to(DEVICE), matrix.is_easy.to(DEVICE))
         one = assignment_kernel.device_donors(*given)
         other = assignment_kernel.device_donors(*given)

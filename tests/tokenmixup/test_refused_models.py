@@ -2,8 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import timm
@@ -12,8 +11,7 @@ from timm.layers import PatchDropout
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.conftest import CLASSES, refused, small_cct
-from tests.tokenmixup.models import BOTH, ENCODED, batch, encoded, vit
+from tests.conftest import CLASSES, refused, small_cct, small_vit
 from tests.tokenmixup.models import build as build_kind
 from tokenmixup import VTM, Adapter, attach
 
@@ -55,7 +53,7 @@ def test_a_value_out_of_range_is_named(method: str):
 
 
 @pytest.mark.parametrize(
-    ("begins", "told"),
+    ("begins", "settings"),
     [
         ("htm=True", {"htm": True}),
         ("htm=VTM", {"htm": VTM(layer=1)}),
@@ -78,39 +76,15 @@ def test_a_value_out_of_range_is_named(method: str):
         ("vtm.kappa", {"vtm": {"layer": [1, 2], "kappa": [3, 0]}}),
     ],
 )
-def test_settings_that_do_not_go_together_are_named(begins: str, told: dict[str, Any]):
+def test_settings_that_do_not_go_together_are_named(begins: str, settings: dict[str, Any]):
     with refused(f"^{re.escape(begins)}"):
-        attach(small_cct(), **{"num_classes": CLASSES, **told})
+        attach(small_cct(), **{"num_classes": CLASSES, **settings})
 
 
-# Models: each row is what is done to one, which may return another, and what the line tells
+# Models: what is done to one, and what the line says
 
 
-class Row(NamedTuple):
-    told: str
-    change: Callable[[Any], Any]
-    build: Callable[[], Any] = vit
-    adapter: Adapter | None = None
-    settings: dict[str, Any] = BOTH
-
-
-ROWS: dict[str, Row] = {}
-
-
-def row(told: str, **more: Any) -> Any:
-    def enter(change: Any) -> Any:
-        ROWS[change.__name__] = Row(told, change, **more)
-        return change
-
-    return enter
-
-
-class Skipping(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        for index, block in enumerate(self):
-            if index != 1:
-                x = block(x)
-        return x
+BOTH: dict[str, Any] = {"htm": {"layer": 1}, "vtm": {"layer": 2}}
 
 
 class Twice(nn.Sequential):
@@ -119,109 +93,58 @@ class Twice(nn.Sequential):
 
 
 class Rerunning(nn.Sequential):
-    """Recomputes its blocks in the backward pass, by one of torch's two ways."""
-
-    reentrant = True
+    """Recomputes its blocks in the backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
+            x = checkpoint(block, x, use_reentrant=False)
         return x
 
 
-class AtOnce(Rerunning):
-    reentrant = False
-
-
-@row("block 2 .*fused_attn")
-def softmax_of_its_own_with_vtm(model: Any) -> None:
+def with_a_softmax_of_its_own(model: Any) -> None:
     model.blocks[2].attn.fused_attn = False
 
 
-@row("block 1")
-def block_skipped(model: Any) -> None:
-    model.blocks = Skipping(*model.blocks)
-
-
-@row("runs again")
-def block_shared(model: Any) -> None:
-    model.blocks[1] = model.blocks[2]
-
-
-@row("runs again|run once")
-def blocks_run_twice(model: Any) -> None:
+def with_blocks_that_run_twice(model: Any) -> None:
     model.blocks = Twice(*model.blocks)
 
 
-@row("checkpoint_blocks=True")
-def reentrant_checkpoint(model: Any) -> None:
+def with_a_checkpoint(model: Any) -> None:
     model.blocks = Rerunning(*model.blocks)
 
 
-@row("checkpoint_blocks=True")
-def checkpoint_that_is_not_reentrant(model: Any) -> None:
-    model.blocks = AtOnce(*model.blocks)
-
-
-@row("gets 9 tokens, must be those of evaluation, 17")
-def patches_dropped_in_training(model: Any) -> None:
+def with_patches_dropped(model: Any) -> None:
     model.patch_drop = PatchDropout(0.5)
 
 
-@row("gets 20 tokens")
-def prompts_behind_the_patches(model: Any) -> None:
-    prompts = torch.zeros(4, 3, 24)
-    model.norm_pre.register_forward_hook(lambda *args: torch.cat([args[-1], prompts], dim=1))
+def with_causal_attention(model: Any) -> None:
+    forward = model.blocks[1].attn.forward
+    model.blocks[1].attn.forward = lambda x, **_: forward(x, is_causal=True)
 
 
-@row("gets 13 tokens", settings={"htm": {"layer": 1}})
-def tokens_pruned(model: Any) -> None:
-    model.norm_pre.register_forward_hook(lambda *args: args[-1][:, :13])
-
-
-@row(
-    "block 1 .*gets 17 tokens: without a prefix of 0, they are no square patches",
-    adapter=Adapter(blocks="blocks", embed_dim="embed_dim"),
+@pytest.mark.parametrize(
+    ("line", "change"),
+    [
+        ("block 2 .*fused_attn", with_a_softmax_of_its_own),
+        ("runs again|run once", with_blocks_that_run_twice),
+        ("checkpoint_blocks=True", with_a_checkpoint),
+        ("gets 9 tokens, must be those of evaluation, 17", with_patches_dropped),
+        ("block 1 .*attends causally", with_causal_attention),
+    ],
 )
-def prefix_that_nobody_says(model: Any) -> None:
-    pass
+def test_a_model_that_is_not_supported_is_refused_in_one_line(images, targets, line, change):
+    model = small_vit()
+    change(model)
+    module = attach(model, CLASSES, **BOTH).train()
+    with refused(line):
+        module(images, targets)
 
 
-@row("mask|causal", build=encoded, adapter=ENCODED)
-def causal_attention(model: Any) -> None:
-    mask = nn.Transformer.generate_square_subsequent_mask(16)
-    model.masks = {"mask": mask, "is_causal": True}
-
-
-@row("without a mask", build=encoded, adapter=ENCODED)
-def padded_keys(model: Any) -> None:
-    model.masks = {"src_key_padding_mask": torch.zeros(len(batch()[0]), 16, dtype=torch.bool)}
-
-
-@row("first argument", build=encoded, adapter=ENCODED)
-def tokens_by_keyword(model: Any) -> None:
-    def forward(x: Tensor) -> Tensor:
-        for layer in model.encoder.layers:
-            x = layer(src=x)
-        return x
-
-    model.encoder.forward = forward
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("name", ROWS)
-def test_a_model_that_is_not_supported_is_refused_in_one_line(name: str, late: bool):
-    of = ROWS[name]
-    model = of.build()
-    told = {"adapter": of.adapter, **of.settings}
-    with refused(of.told):
-        if late:  # once a pass has run, where the model was supported
-            module = attach(model, CLASSES, **told).train()
-            module(*batch())
-            module.model = of.change(model) or model
-        else:
-            module = attach(of.change(model) or model, CLASSES, **told).train()
-        module.train()(*batch())
+def test_a_prefix_that_nobody_names_is_refused(images, targets):
+    adapter = Adapter(blocks="blocks", embed_dim="embed_dim")
+    module = attach(small_vit(), CLASSES, htm={"layer": 1}, adapter=adapter).train()
+    with refused("block 1 .*gets 17 tokens: without a prefix of 0, they are no square patches"):
+        module(images, targets)
 
 
 def with_class_token() -> Any:
@@ -234,15 +157,15 @@ def with_class_token() -> Any:
 
 
 def with_a_batch_norm() -> Any:
-    model = vit()
+    model: Any = small_vit()
     model.blocks[1].norm1 = nn.BatchNorm1d(17)
     return model
 
 
 @pytest.mark.parametrize(
-    ("told", "build", "settings"),
+    ("line", "build", "settings"),
     [
-        ("compiled", lambda: torch.compile(vit(), backend="eager"), BOTH),
+        ("compiled", lambda: torch.compile(small_vit(), backend="eager"), BOTH),
         (
             "no sequence named blocks",
             lambda: timm.create_model("resnet18", num_classes=CLASSES),
@@ -265,12 +188,11 @@ def with_a_batch_norm() -> Any:
             {"vtm": {"layer": 1, "class_token_offset": "published"}},
         ),
         ("htm.layer=8", lambda: build_kind("swin")[0], {"htm": {"layer": 8}}),
-        ("needs an Adapter", encoded, BOTH),
         ("class token", with_class_token, BOTH),
         ("block 1 .*BatchNorm1d", with_a_batch_norm, BOTH),
     ],
 )
-def test_attach_refuses_what_it_can_see_at_once(told: str, build: Any, settings: Any):
+def test_attach_refuses_what_it_can_see_at_once(line: str, build: Any, settings: Any):
     model = build()
-    with refused(told):
+    with refused(line):
         attach(model, CLASSES, **settings)
