@@ -27,7 +27,7 @@ from reproduction.machine import keep_freed_memory
 from reproduction.models.cct import CCT
 from reproduction.models.library import build_library_model, build_vit
 from reproduction.models.weights import Weights, extract_weights, load_state, read_file
-from tokenmixup import HTM, Adapter, Output, TokenMixup, attach, blocks_of
+from tokenmixup import HTM, Adapter, TokenMixup, attach, blocks_of
 
 COMPILER: dict[str, Any] = {
     "fullgraph": True,
@@ -169,7 +169,7 @@ def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> Tok
         raise UserError(f"model={config.name}: {error}") from error
 
 
-def try_pass(config: Config, num_classes: int) -> tuple[TokenMixup, Output]:
+def try_pass(config: Config, num_classes: int) -> TokenMixup:
     """Builds the model and runs a training pass, both on the meta device, which takes no memory.
 
     With code of one's own in it, it is the CPU, as that code may read what it gets. Raises
@@ -184,11 +184,11 @@ def try_pass(config: Config, num_classes: int) -> tuple[TokenMixup, Output]:
         images = torch.randn(2, 3, model.image_size, model.image_size)
         targets = torch.full((2, num_classes), 1 / num_classes)
         try:
-            output = module(images, targets)
+            module(images, targets)
         except (ValueError, RuntimeError) as error:  # of the settings, or of shapes
             raise UserError(f"model={model.name}: {error}") from error
     load_initial_weights(model, module.model)
-    return module, output
+    return module
 
 
 def build_trained(config: AnyModel, weights: Weights, num_classes: int) -> nn.Module:

@@ -84,10 +84,8 @@ class Trainer:
         self.lr = recipe.lr  # of the last step
         self.loss = build_loss(recipe, device)
         self.graph: StepGraph | None = None
-        self.update: Callable[..., list[Stats]] = self._update
         if config.compile == "cuda-graph":
             self.graph = StepGraph(self._update, self.inputs.generators, device)
-            self.update = self.graph
 
     def train_step(self, images: Tensor, classes: Tensor, global_size: int) -> list[Stats]:
         """Updates the parameters by the mean loss over a global batch of `global_size` images.
@@ -101,7 +99,10 @@ class Trainer:
         draws = self.inputs.draw(images.shape, *key)
         seed_device(self.world.device, Purpose.MODEL, *key)
         self.lr = learning_rate(self.recipe, self.step, self.steps_per_epoch)
-        parts = self.update(images, classes, global_size, draws, lr=self.lr, step=self.step)
+        update: Callable[..., list[Stats]] = self._update
+        if self.graph is not None:
+            update = self.graph
+        parts = update(images, classes, global_size, draws, lr=self.lr, step=self.step)
         self.step += 1
         return parts
 
