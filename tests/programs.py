@@ -82,7 +82,7 @@ TORCHRUN = words_of("-m torch.distributed.run --nproc-per-node=2")
 PATIENCE = 300.0  # seconds for what takes seconds, on a shared machine
 # Keys that depend on speed, directly or by the number of digits of such values (metrics_size).
 TIMES = {"seconds", "train_seconds", "eval_seconds", "metrics_size", "images_per_second"}
-RESULTS = ("top1_", "top5_", "epochs", "steps", "status", "parameters", "seed", "devices", "htm")
+RESULTS = ("top1_", "top5_", "epochs", "steps", "status", "parameters", "seed", "devices")
 
 
 class Result(NamedTuple):

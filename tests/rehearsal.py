@@ -14,8 +14,12 @@ def rehearsed() -> Iterator[None]:
     """Lets `compile=cuda-graph` train on a CPU, without compiling; captures the second steps."""
     with (
         mock.patch.object(graph, "WARM_UP", 1),
-        mock.patch.object(StepGraph, "_warm_up", lambda self, inputs: self.step(*inputs)),
-        mock.patch.object(StepGraph, "_capture", lambda self, inputs: partial(self.step, *inputs)),
+        mock.patch.object(
+            StepGraph, "_warm_up", lambda self, inputs: self.step(*inputs, **self.numbers)
+        ),
+        mock.patch.object(
+            StepGraph, "_capture", lambda self, inputs: partial(self.step, *inputs, **self.numbers)
+        ),
         mock.patch.object(step, "compile_module", lambda module: None),
     ):
         yield

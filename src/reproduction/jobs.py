@@ -37,7 +37,7 @@ def train_here(plan: RunPlan) -> None:
         origin = {"overrides": plan.overrides, "command": command}
         write_report(plan.folder, run_training(plan.config, origin))
     except Exception as error:
-        failure = ending(error, plan.config)
+        failure = ending(error)
     if failure is not None:  # raised out here it has no context, which would keep the model
         raise failure
 

@@ -90,7 +90,7 @@ def test_a_named_cause_decides(here: Path):
 
     with planted("step", bug):
         result = train(ONE)
-    assert_refused(result, "out of this machine's memory", status=1)
+    assert_refused(result, "MemoryError; lower recipe.batch_size", status=1)
 
 
 ENDS = [PlainError("a line"), MemoryError(), KeyError("a bug")]

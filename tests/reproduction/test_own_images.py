@@ -106,7 +106,6 @@ REFUSED: dict[str, Any] = {  # what the line tells -> what a function returns
     "image 0 is of class 'x'": as_both(Named(["x", "y"], ["x", "y"])),
     "must be an iterable, not int": lambda: 3,
     "IndexError": lambda: (pairs(), [(PIXELS[0], "cat"), (PIXELS[1],)]),
-    "needs two classes": lambda: ([(PIXELS[0], 1)] * 6, [(PIXELS[0], 1)]),
     "held-out images are of class 'ant'": lambda: (pairs(count=2), pairs(count=3)),
     "instances of 'str' and 'int'": lambda: ([(PIXELS[0], 0), (PIXELS[0], "0")] * 3, pairs()),
     f"KeyError: 'key' ({__file__}:": lambda: {}["key"],

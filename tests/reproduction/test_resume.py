@@ -16,6 +16,7 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.testing import assert_close
+from torch.utils._pytree import tree_leaves
 
 from tests.conftest import settled
 from tests.images import OWN, SOURCE, disturbed
@@ -40,6 +41,7 @@ from tests.programs import (
     trained,
     words_of,
 )
+from tests.rehearsal import rehearsed
 from tokenmixup.assignment import Diverged
 
 # Everything that has a state: 3 epochs of 3 batches of 19, in micro-batches of 7 or 6.
@@ -183,6 +185,28 @@ def test_a_run_ends_at_a_step_that_is_not_finite_and_repeats_it(here: Path, whol
     new = trained(TRAINING, words, name="new")
     assert f"{run.path}/checkpoints/last.pt" in str(new.summary["initial_weights"])
     ends_as(whole, BY_EPOCHS)
+
+
+GRAPH = (OWN, SHORT, "compile=cuda-graph", "resume=auto", "recipe.ema_decay=0.8")
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+def test_a_captured_run_ends_at_a_step_that_is_not_finite_and_resumes(
+    here: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    """The fifth of six. On a CPU the steps run that a graph would replay."""
+    monkeypatch.setattr("reproduction.training.run.resolve_device", lambda *asked: "cpu")
+    monkeypatch.setattr("reproduction.training.ranks.resolve_device", lambda *asked: "cpu")
+    with rehearsed():
+        whole = trained(GRAPH, name="whole")
+        with disturbed(kind, at=1 + 60 + 20 + 1):
+            result = train(GRAPH, "name=mine")
+        run = Run("outputs/mine")
+        assert_refused(result, "step 5: the ", f"model.weights={run.path}", status=1)
+        assert run.checkpoint()["step"] == 3
+        for tensor in tree_leaves(run.checkpoint()):
+            assert not isinstance(tensor, torch.Tensor) or tensor.isfinite().all()
+        ends_as(whole, (GRAPH, "name=mine"))
 
 
 @pytest.mark.parametrize(("step", "last"), [(1, 0), (4, 3)])

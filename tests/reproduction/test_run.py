@@ -193,7 +193,6 @@ def test_run_without_htm_mixes_nothing(here: Path):
         for name in ("input_mixed_samples", "easy_samples", "mixed_samples", "mixed_tokens"):
             assert line[name] == 0
         assert "difficulty" not in line
-    assert "htm" not in run.summary
     assert not (run.path / "mixed_pairs.png").exists()
 
 
@@ -206,16 +205,10 @@ def test_a_held_out_loss_that_diverges_fails_the_run(here: Path):
     assert not (here / "outputs/last/checkpoints/best.safetensors").exists()
 
 
-def test_first_lines_and_summary_say_the_numbers_of_auto(here: Path):
-    """For 10 classes and 64 tokens."""
-    result = train("name=mine", SMALL)
-    assert "\nhtm: tau = 1\nhtm: rho = 0.02\n" in result.out
-    assert Run("outputs/mine").summary["htm"] == {"tau": [1.0], "rho": [0.02]}
-    assert Run("outputs/mine").config["augmentation"]["htm"]["tau"] == "auto"
+def test_lines_have_the_figures_of_each_layer_and_their_means(here: Path):
     layers = ("augmentation=[htm]", "augmentation.htm.layer=[0,1]", "augmentation.htm.rho=0")
-    result = train("name=two", layers, "augmentation.htm.tau=[2.4,auto]", SMALL)
-    assert_succeeded(result, "htm: tau = 2.4, 1\nhtm: rho = 0, 0\n")
-    for line in Run("outputs/two").steps:
+    two = trained(layers, "augmentation.htm.tau=[2.4,auto]", SMALL)
+    for line in two.steps:
         for name in ("easy_samples", "mixed_samples"):
             assert line[name] >= line[f"{name}/0"]
             assert line[name] >= line[f"{name}/1"]
@@ -278,8 +271,6 @@ def test_updates_that_float16_skips_are_counted(here: Path, monkeypatch: pytest.
 
 REMARKS = {  # words, and what the run says of them
     "augmentation.htm.tau=0.5": [
-        "with tau = 0.5 no sample is easy",
-        "never below 0.5003 nats",
         "no token was replaced in this run: no sample was easy",
     ],
     "augmentation.htm.tau=inf augmentation.htm.rho=inf": [
@@ -304,7 +295,6 @@ def test_a_run_says_what_was_mixed_and_if_its_tau_mixes_nothing(here: Path, word
             told = f"easy 100 %, mixed {100 * mixed / 60:.3g} %, {tokens / mixed:.3g} tokens each"
             assert told in text
         assert "no token was replaced" not in text
-    assert ("no sample is easy" in text) == ("tau=0.5" in words)
 
 
 def test_the_first_of_equal_epochs_is_the_best(here: Path):

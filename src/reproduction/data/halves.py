@@ -42,7 +42,7 @@ class Half:
     @classmethod
     def of(cls, items: Items, targets: Sequence[int]) -> "Half":
         """All images of `items`."""
-        return cls(items, [*targets], range(len(targets)))
+        return cls(items, list(targets), range(len(targets)))
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -62,7 +62,9 @@ class Half:
     @property
     def folder(self) -> DatasetFolder | None:
         """What has found the files of the images, if they are files of a folder."""
-        return self.items if isinstance(self.items, DatasetFolder) else None
+        if isinstance(self.items, DatasetFolder):
+            return self.items
+        return None
 
     def name(self, index: int) -> str:
         """The path of an image, or its place in the data set."""
@@ -115,7 +117,9 @@ class Data(NamedTuple):
     @property
     def per_epoch(self) -> Half:
         """The images to evaluate on after an epoch: for validation, else the held-out ones."""
-        return self.held_out if self.validation is None else self.validation
+        if self.validation is None:
+            return self.held_out
+        return self.validation
 
 
 def in_memory(data: Data, names: Sequence[str], ranks: int) -> Data:

@@ -44,7 +44,9 @@ def read(path: str, as_seen: bool = True) -> Image.Image:
     """
     with _decoding(), Image.open(path, formats=FORMATS) as image:
         _check_depth(image)
-        return rgb(upright(image)) if as_seen else image.convert("RGB")
+        if as_seen:
+            return rgb(upright(image))
+        return image.convert("RGB")
 
 
 def rgb(image: Any) -> Image.Image:

@@ -164,7 +164,9 @@ class OwnMixing:
 def for_device(values: np.ndarray) -> Tensor:
     """Returns values in memory that a GPU, if one is used, reads while the host goes on."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
-    return tensor.pin_memory() if torch.cuda.is_initialized() else tensor
+    if torch.cuda.is_initialized():
+        return tensor.pin_memory()
+    return tensor
 
 
 def build_input_mixing(stack: Augmentation) -> InputMixing | OwnMixing | None:
@@ -286,7 +288,9 @@ class TrainingInputs:
     @property
     def generators(self) -> list[torch.Generator]:
         """Those on the device that `apply` draws from."""
-        return [] if self.erase is None else [self.erase.generator]
+        if self.erase is None:
+            return []
+        return [self.erase.generator]
 
 
 def build_training_inputs(config: Config, device: torch.device) -> TrainingInputs:

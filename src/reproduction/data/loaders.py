@@ -94,10 +94,11 @@ class TrainingBatches(Sampler[list[tuple[int, int]]]):
         else:
             self.num_batches = math.ceil(num_images / batch_size)
         self.epoch_images = min(num_images, self.num_batches * batch_size)
-        if self.epoch_images // self.num_batches < ranks:
+        micro_batches = ranks * config.recipe.grad_accum_steps
+        if self.epoch_images // self.num_batches < micro_batches:
             raise UserError(
-                f"devices={ranks}: {num_images} training images in batches of {batch_size} leave "
-                "some ranks without an image"
+                f"devices={ranks} recipe.grad_accum_steps={config.recipe.grad_accum_steps}: "
+                f"{num_images} training images in batches of {batch_size} leave some without one"
             )
         self.epoch = 0
         self.first = 0

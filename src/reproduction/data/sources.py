@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from filelock import FileLock
 from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
 
 from reproduction.config import DATA, Dataset
 from reproduction.data.halves import Data, Half, Items
 from reproduction.data.images import ENDINGS, is_hidden, read
-from reproduction.errors import UserError, as_typed, first_line, hide_warnings
+from reproduction.errors import UserError, first_line, hide_warnings
 from reproduction.files import lack_behind
 from reproduction.function_keys import Refused
 
@@ -76,11 +75,9 @@ class Asked:
 
     @property
     def override(self) -> str:
-        """What is probably wrong, if anything is; of code from elsewhere, its own."""
+        """What is probably wrong, if anything is; of code from elsewhere, its path."""
         if DATA.is_own(self.source):
-            return ""
-        if self.options.keys() - {"root"}:
-            return f"dataset.options={as_typed(self.options)}"
+            return DATA.override(self.source)
         return f"dataset.root={self.root or 'null'}"
 
 
@@ -89,7 +86,7 @@ def _call_source(asked: Asked) -> Data:
     """Calls the function of a data set; the last result is for all runs of a sweep."""
     function = _prepared(asked)
     with DATA.refusing(asked.source, asked.override):
-        return _labelled([*function()])
+        return _labelled(list(function()))
 
 
 def _prepared(asked: Asked) -> Callable[[], Any]:
@@ -106,28 +103,22 @@ def _labelled(parts: list[Items]) -> Data:
     if len(parts) not in (2, 3):
         raise Refused(f"{len(parts)} parts, allowed are 2 and, with images for validation, 3")
     labels = [_labels(part) for part in parts]
-    trained = {*labels[0]}
-    classes = getattr(parts[0], "classes", None) or sorted(trained)
+    classes = getattr(parts[0], "classes", None) or sorted(set(labels[0]))
     index = {name: i for i, name in enumerate(classes)}
     if len(index) < len(classes):
         twice = next(name for name, count in Counter(classes).items() if count > 1)
         raise Refused(f"two classes are named {twice!r}")
-    if len(classes) < 2:
-        raise Refused(f"needs two classes or more, all training images are of {classes[0]}")
-    untrained = {label for names in labels[1:] for label in names} - trained
-    if untrained:
-        raise Refused(f"held-out images are of class {min(untrained)!r}, no training image is")
     halves = list[Half]()
     for part, names in zip(parts, labels, strict=True):
+        unknown = set(names) - set(index)
+        if unknown:
+            raise Refused(f"held-out images are of class {min(unknown)!r}, no training image is")
         targets = [index[name] for name in names]
         halves.append(Half.of(part, targets))
-    train, held_out, *others = halves
-    return Data(
-        train=train,
-        held_out=held_out,
-        classes=[str(name) for name in classes],
-        validation=others[0] if others else None,
-    )
+    data = Data(halves[0], halves[1], [str(name) for name in classes])
+    if len(halves) == 3:
+        data = data._replace(validation=halves[2])
+    return data
 
 
 def _labels(part: Items) -> list[Class]:
@@ -145,7 +136,9 @@ def _labels(part: Items) -> list[Class]:
     for i, label in enumerate(labels):
         if names is not None and not (isinstance(label, int) and 0 <= label < len(names)):
             raise Refused(f"image {i} is of class {label!r}, allowed is 0..{len(names) - 1}")
-    return labels if names is None else [names[label] for label in labels]
+    if names is None:
+        return labels
+    return [names[label] for label in labels]
 
 
 def _limited(key: str, half: Half, limit: int | None) -> Half:
@@ -156,8 +149,12 @@ def _limited(key: str, half: Half, limit: int | None) -> Half:
     classes = np.unique(targets)
     if not len(classes) <= limit <= len(half):
         raise UserError(f"dataset.{key}={limit}: allowed is {len(classes)}..{len(half)} images")
-    turn = pd.Series(targets).groupby(targets).cumcount()
-    return half.take(np.lexsort((targets, turn))[:limit].tolist())
+    seen = Counter[int]()
+    turns = []  # how many images of its class are before each
+    for target in half.targets:
+        turns.append(seen[target])
+        seen[target] += 1
+    return half.take(np.lexsort((targets, np.asarray(turns)))[:limit].tolist())
 
 
 def _with_validation(data: Data, ratio: float, seed: int) -> Data:
@@ -217,13 +214,8 @@ class Folder(ImageFolder):
         super().__init__(root, loader=loader, is_valid_file=self._is_image, **settings)
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-        """Raises Refused if there is no folder of a class."""
-        if not os.path.isdir(directory):
-            raise Refused(f"there is no folder {directory}; it must hold a folder for each class")
-        entries = [entry for entry in os.scandir(directory) if entry.is_dir()]
-        names = sorted(entry.name for entry in entries if not is_hidden(entry.name))
-        if not names:
-            raise Refused(f"{directory} must hold a folder for each class")
+        found, _ = super().find_classes(directory)
+        names = [name for name in found if not is_hidden(name)]
         return names, {name: i for i, name in enumerate(names)}
 
     def _is_image(self, path: str) -> bool:
@@ -294,8 +286,7 @@ def _cifar(kind: type[CIFAR10], root: str) -> list[CIFAR10]:
             lack = lack_behind(error)
             if lack is not None:
                 raise lack from error
-            put = f"put {kind.url} (MD5 {kind.tgz_md5}, not unpacked) into {os.path.abspath(root)}"
-            raise Refused(f"no download ({first_line(error)}); {put}") from error
+            raise Refused(f"no download of {kind.url} ({first_line(error)})") from error
 
 
 cifar10 = partial(_cifar, CIFAR10)

@@ -2,12 +2,11 @@
 
 import multiprocessing
 import signal
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,18 +31,12 @@ class Batch(NamedTuple):
     places: list[int]  # b, of the images in their half
 
 
-class Images(Protocol):
-    """Images by keys, of which the loader gets those of a batch."""
-
-    def __getitems__(self, keys: list[Any], /) -> list[Example]: ...
-
-
 class Loader:
     """Yields batches, which worker processes load; an error is that of the worker."""
 
     def __init__(
         self,
-        images: Images,
+        images: Any,  # by keys, of which `__getitems__` gets those of a batch
         batches: Iterable[list[Any]],
         workers: int,
         pin: bool,
@@ -82,7 +75,7 @@ class Loader:
 class _ErrorsAsValues(Dataset[Any]):
     """Returns an error that ends the run: raised in a worker, torch would turn it into text."""
 
-    images: Images
+    images: Any
 
     def __getitems__(self, keys: list[Any]) -> list[Example] | OneLineError:
         try:
@@ -92,7 +85,9 @@ class _ErrorsAsValues(Dataset[Any]):
 
 
 def _collated_or_error(examples: list[Example] | OneLineError) -> Batch | OneLineError:
-    return examples if isinstance(examples, OneLineError) else collated(examples)
+    if isinstance(examples, OneLineError):
+        return examples
+    return collated(examples)
 
 
 def collated(examples: list[Example]) -> Batch:
@@ -102,13 +97,9 @@ def collated(examples: list[Example]) -> Batch:
 
 
 def _begin_worker(worker: int) -> None:
-    """Keeps a worker running until its parent ends it, if a signal reaches the process group.
-
-    Its thread that hands over images says nothing if the parent, which stops, does not take them.
-    """
+    """Keeps a worker running until its parent ends it, if a signal reaches the process group."""
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
-    sys.excepthook = lambda *error: None  # which ends no process
 
 
 @cache

@@ -16,19 +16,18 @@ from reproduction.config import (
     Augmentation,
     Config,
     HTMByName,
-    Library,
     Model,
     Own,
+    Transformer,
     ViT,
 )
 from reproduction.errors import UserError, first_line
-from reproduction.function_keys import Refused, placed
 from reproduction.identity import own_code
 from reproduction.machine import keep_freed_memory
 from reproduction.models.cct import CCT
 from reproduction.models.library import build_library_model, build_vit
 from reproduction.models.weights import Weights, extract_weights, load_state, read_file
-from tokenmixup import HTM, Adapter, Output, TokenMixup, attach, blocks_of
+from tokenmixup import HTM, Adapter, TokenMixup, attach, blocks_of
 
 COMPILER: dict[str, Any] = {
     "fullgraph": True,
@@ -51,8 +50,7 @@ REFUSED = (  # what libraries refuse, and so an error names
     "embed_dim",
     "num_heads",
 )
-# What all models have, but for the size of the images, is not for what builds them.
-NOT_FOR_THE_MODEL = {"family", *(x.name for x in dataclasses.fields(Model))} - {"image_size"}
+NOT_FOR_THE_MODEL = {x.name for x in dataclasses.fields(Model)} | {"family"}
 
 
 def build_model(config: AnyModel, num_classes: int) -> nn.Module:
@@ -68,10 +66,9 @@ def build_with_adapter(config: AnyModel, num_classes: int) -> tuple[nn.Module, A
     if isinstance(config, Own):
         with MODEL.refusing(config.source):
             made = MODEL.prepared(config.source, config.options, num_classes=num_classes)()
-            model, adapter = made if isinstance(made, tuple) else (made, None)
-            if not isinstance(model, nn.Module):
-                raise Refused(f"returns {type(model).__name__}, must return a torch.nn.Module")
-            return model, adapter
+        if isinstance(made, tuple):
+            return made
+        return made, None
     build, arguments = constructor(config, num_classes)
     try:
         return build(**arguments), None
@@ -84,9 +81,13 @@ def constructor(config: AnyModel, num_classes: int) -> tuple[Builder, dict[str, 
     """Returns what builds the plain model: a function and its keyword arguments."""
     if isinstance(config, Own):
         return MODEL.factory(config.source), {"num_classes": num_classes, **config.options}
-    settings = dataclasses.asdict(config).items()
-    arguments = {key: value for key, value in settings if key not in NOT_FOR_THE_MODEL}
-    return BUILDERS[config.family], {"num_classes": num_classes, **arguments}
+    arguments = {"num_classes": num_classes}
+    if isinstance(config, Transformer):
+        arguments["image_size"] = config.image_size
+    for key, value in dataclasses.asdict(config).items():
+        if key not in NOT_FOR_THE_MODEL:
+            arguments[key] = value
+    return BUILDERS[config.family], arguments
 
 
 def without_memory(config: AnyModel) -> torch.device:
@@ -125,11 +126,12 @@ def load_initial_weights(config: AnyModel, model: nn.Module) -> str | None:
     origin = f"model.weights={config.weights}"
     state = extract_weights(origin, read_file(origin, Path(config.weights))).named_for(model)
     own = model.state_dict()
+    shapes = {name: value.shape for name, value in state.items()}
     head = head_names(config)
-    fitting = [name for name in head if name in state and state[name].shape == own[name].shape]
     with_head = "and its head"
-    if head and not fitting:
-        state |= {name: own[name] for name in head}
+    if head and not any(shapes.get(name) == own[name].shape for name in head):
+        for name in head:
+            state[name] = own[name]
         with_head = f"but a new head for {len(own[head[0]])} classes"
     load_state(origin, state, model)
     return f"{len(state) - len(head)} parameters of {config.weights}, {with_head}"
@@ -164,43 +166,29 @@ def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> Tok
             adapter=adapter,
         )
     except ValueError as error:
-        raise UserError(f"model={config.name}: {error}{advice_for(config, stack)}") from error
+        raise UserError(f"model={config.name}: {error}") from error
 
 
-def advice_for(config: AnyModel, stack: Augmentation) -> str:
-    """Says how to train a model of a library, which may have no attention."""
-    if isinstance(config, Library) and stack.stack:
-        return "; augmentation=[] trains it without mixing"
-    return ""
-
-
-def try_pass(config: Config, num_classes: int) -> tuple[TokenMixup, Output]:
+def try_pass(config: Config, num_classes: int) -> TokenMixup:
     """Builds the model and runs a training pass, both on the meta device, which takes no memory.
 
     With code of one's own in it, it is the CPU, as that code may read what it gets. Raises
-    UserError for a model that cannot be built, initial weights that do not fit it, for what only a
-    pass refuses, such as `vtm.kappa` above the number of tokens, and for any error with that code.
+    UserError for a model that cannot be built, initial weights that do not fit it, and what only a
+    pass refuses, such as `vtm.kappa` above the number of tokens.
     """
     model = config.model
-    overrides = []
-    for function_key, path in own_code(config):
-        if function_key.role in ("model", "tokens"):
-            overrides.append(function_key.override(path))
-    with torch.device("cpu" if overrides else "meta"):
+    roles = {function_key.role for function_key, _ in own_code(config)}
+    device = "meta" if roles.isdisjoint({"model", "tokens"}) else "cpu"
+    with torch.device(device):
         module = build_module(model, config.augmentation, num_classes)
         images = torch.randn(2, 3, model.image_size, model.image_size)
+        targets = torch.full((2, num_classes), 1 / num_classes)
         try:
-            output = module(images, torch.full((2, num_classes), 1 / num_classes))
-        except Exception as error:
-            if not overrides and not isinstance(error, ValueError | RuntimeError):
-                raise  # else of the settings, or of shapes
-            told = (
-                placed(error) if overrides else f"{error}{advice_for(model, config.augmentation)}"
-            )
-            named = " ".join([f"model={model.name}", *overrides])
-            raise UserError(f"{named}: {told}") from error
+            module(images, targets)
+        except (ValueError, RuntimeError) as error:  # of the settings, or of shapes
+            raise UserError(f"model={model.name}: {error}") from error
     load_initial_weights(model, module.model)
-    return module, output
+    return module
 
 
 def build_trained(config: AnyModel, weights: Weights, num_classes: int) -> nn.Module:

@@ -22,16 +22,14 @@ class ConvTokenizer(nn.Module):
     def __init__(self, embed_dim: int, conv_layers: int):
         super().__init__()
         channels = [3] + [STEM_CHANNELS] * (conv_layers - 1) + [embed_dim]
-        self.conv_layers = nn.Sequential(
-            *(
-                nn.Sequential(
-                    nn.Conv2d(inner, outer, kernel_size=3, padding=1, bias=False),
-                    nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
-                    nn.ReLU(),  # commutes with pooling; cheaper on a quarter of the pixels
-                )
-                for inner, outer in pairwise(channels)
+        self.conv_layers = nn.Sequential()
+        for inner, outer in pairwise(channels):
+            layer = nn.Sequential(
+                nn.Conv2d(inner, outer, kernel_size=3, padding=1, bias=False),
+                nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
+                nn.ReLU(),  # commutes with pooling; cheaper on a quarter of the pixels
             )
-        )
+            self.conv_layers.append(layer)
 
     def forward(self, images: Tensor) -> Tensor:
         return rearrange(self.conv_layers(images), "b d h w -> b (h w) d")
@@ -67,7 +65,7 @@ class CCTBlock(nn.Module):
         self.attn = Attention(embed_dim, num_heads, attn_drop=attn_drop)
         self.norm2 = nn.LayerNorm(embed_dim)
         self.mlp = Mlp(embed_dim, int(embed_dim * mlp_ratio))
-        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm2(x + self.drop_path(self.attn(self.norm1(x))))
@@ -100,8 +98,10 @@ class CCT(nn.Module):
         super().__init__()
         has_class_token = pooling == "class_token"
         self.embed_dim = embed_dim
-        self.num_prefix_tokens = 1 if has_class_token else 0
-        self.global_pool = "token" if has_class_token else pooling  # timm's name
+        self.num_prefix_tokens = int(has_class_token)
+        self.global_pool = pooling  # timm's name
+        if has_class_token:
+            self.global_pool = "token"
         self.tokenizer: nn.Module
         if patch_size is not None:
             if image_size % patch_size:
@@ -111,14 +111,18 @@ class CCT(nn.Module):
             self.tokenizer = ConvTokenizer(embed_dim, conv_layers)
         with torch.no_grad():
             t = self.tokenizer(torch.zeros(1, 3, image_size, image_size)).shape[1]
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim)) if has_class_token else None
+        self.cls_token: nn.Parameter | None = None
+        if has_class_token:
+            self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         self.pos_embed = _positions(positional_embedding, self.num_prefix_tokens + t, embed_dim)
         rates = np.linspace(0, drop_path, depth).tolist()
-        self.blocks = nn.Sequential(
-            *(CCTBlock(embed_dim, num_heads, mlp_ratio, attn_drop, rate) for rate in rates)
-        )
+        self.blocks = nn.Sequential()
+        for rate in rates:
+            self.blocks.append(CCTBlock(embed_dim, num_heads, mlp_ratio, attn_drop, rate))
         self.norm = nn.LayerNorm(embed_dim)
-        self.attention_pool = None if has_class_token else nn.Linear(embed_dim, 1)
+        self.attention_pool: nn.Linear | None = None
+        if not has_class_token:
+            self.attention_pool = nn.Linear(embed_dim, 1)
         self.head = nn.Linear(embed_dim, num_classes)
         self.apply(_init_weights)
 

@@ -51,7 +51,7 @@ WRAPPERS = r"((module|_orig_mod)\.)+"  # DataParallel, DistributedDataParallel a
 def convert_names(state: State) -> State:
     """Returns the parameters of a plain model under our names (CCT) or timm's (ViT).
 
-    Recognises a project by its names. Raises ValueError if two parameters map to one name.
+    Recognises a project by its names.
     """
     if all(re.match(WRAPPERS, name) for name in state):
         state = {re.sub(f"^{WRAPPERS}", "", name): value for name, value in state.items()}
@@ -65,11 +65,8 @@ def _rename(state: State, table: NameTable) -> State:
     renamed: State = {}
     for name, value in state.items():
         ours = _our_name(name, table)
-        if ours is None:
-            continue
-        if ours in renamed:
-            raise ValueError(f"two parameters map to {ours}, one of them is {name}")
-        renamed[ours] = value
+        if ours is not None:
+            renamed[ours] = value
     return renamed
 
 
@@ -77,18 +74,18 @@ def _our_name(name: str, table: NameTable) -> str | None:
     """Our name of a parameter; None if it is dropped."""
     for pattern, ours in table:
         match = re.fullmatch(pattern, name)
+        if match is not None and ours is not None:
+            return match.expand(ours)
         if match is not None:
-            return None if ours is None else match.expand(ours)
+            return None
     return name
 
 
 def _fuse_qkv(state: State) -> State:
-    """Concatenates blocks.N.attn.query, key and value of equal shapes to qkv."""
+    """Concatenates blocks.N.attn.query, key and value to qkv; what is incomplete stays."""
     for query in [name for name in state if ".attn.query." in name]:
         names = [query.replace("query", part) for part in ("query", "key", "value")]
-        parts = [state[name] for name in names if name in state]
-        have_one_shape = len({part.shape for part in parts}) == 1
-        if len(parts) == 3 and have_one_shape and parts[0].ndim > 0:
-            others = {name: value for name, value in state.items() if name not in names}
-            state = {query.replace("query", "qkv"): torch.cat(parts), **others}
+        if all(name in state for name in names):
+            parts = [state.pop(name) for name in names]
+            state[query.replace("query", "qkv")] = torch.cat(parts)
     return state

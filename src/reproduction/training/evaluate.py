@@ -56,8 +56,7 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Non
     return torch.autocast(device.type, DTYPES[precision], enabled=precision != "float32")
 
 
-# Of logits b c and classes b: a sum and a count, over which batches and ranks are summed. Or, if it
-# has the attribute `gathers`, of those of all images, on the CPU: a number.
+# Of the logits b c and classes b of all images, on the CPU: a number.
 Metric = Callable[[Tensor, Tensor], Any]
 
 
@@ -70,10 +69,6 @@ def build_metrics(recipe: Recipe) -> dict[str, Metric]:
     return found
 
 
-def gathers(metric: Metric) -> bool:
-    return getattr(metric, "gathers", False)
-
-
 class Scorer:
     """Scores what this rank predicts, then sums over the ranks: every image counts once."""
 
@@ -81,10 +76,7 @@ class Scorer:
         self.metrics = metrics
         self.world = world
         self.totals = torch.zeros(4, dtype=torch.float64, device=world.device)
-        batchwise = [name for name in metrics if not gathers(metrics[name])]
-        zeros = torch.zeros(2, dtype=torch.float64, device=world.device)
-        self.own_totals = dict.fromkeys(batchwise, zeros)  # sum and count
-        self.kept: list[tuple[Tensor, Tensor]] = []
+        self.kept: list[tuple[Tensor, Tensor]] = []  # logits and classes, for the metrics
 
     def add(self, logits: Tensor, targets: Tensor, best: Tensor) -> None:
         """Adds a batch: logits `b c`, classes `b` and the best ones `b k`."""
@@ -92,10 +84,7 @@ class Scorer:
         loss = F.cross_entropy(logits, targets, reduction="sum")
         count = loss.new_full((), len(targets))  # on the device, with the other sums
         self.totals += torch.stack([count, hits[:, 0].sum(), hits.sum(), loss]).double()
-        for name, total in self.own_totals.items():
-            numbers = self.metrics[name](logits, targets)
-            self.own_totals[name] = total + total.new_tensor([float(x) for x in numbers])
-        if len(self.own_totals) < len(self.metrics):
+        if self.metrics:
             self.kept.append((logits.cpu(), targets.cpu()))
 
     def scores(self) -> Scores:
@@ -111,17 +100,15 @@ class Scorer:
         )
 
     def _own_values(self) -> dict[str, float]:
-        parts = [part for kept in self.world.gather(self.kept) for part in kept]
-        found = {}
-        for name, metric in self.metrics.items():
-            if gathers(metric):
-                logits, targets = map(torch.cat, zip(*parts, strict=True))
-                found[name] = float(metric(logits, targets))
-            else:
-                total, count = self.world.sum(self.own_totals[name]).tolist()
-                found[name] = total / count if count else math.nan
-            if not math.isfinite(found[name]):
-                raise PlainError(f"recipe.metrics.{name} is {found[name]}")
+        if not self.metrics:
+            return {}
+        kept = [batch for of_rank in self.world.gather(self.kept) for batch in of_rank]
+        logits = torch.cat([of_batch for of_batch, _ in kept])
+        targets = torch.cat([of_batch for _, of_batch in kept])
+        found = {name: float(metric(logits, targets)) for name, metric in self.metrics.items()}
+        for name, value in found.items():
+            if not math.isfinite(value):
+                raise PlainError(f"recipe.metrics.{name} is {value}")
         return found
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from reproduction.data import loaders
 from reproduction.data.workers import Batch
-from reproduction.errors import PlainError, Pulse, UserError, first_line, progress, say
+from reproduction.errors import PlainError, Pulse, progress, say
 from reproduction.folder import RunFolder
 from reproduction.models.names import State
 from reproduction.training import metrics
@@ -131,15 +131,14 @@ def train_epoch(run: TrainingRun, state: RunState, pace: metrics.Pace) -> None:
 def train_batch(run: TrainingRun, state: RunState, batch: Batch, size: int) -> list[Stats]:
     """Trains a step of `size` images; ends the run if the host meets saliency that is not finite.
 
-    A process alone: other ranks wait for the gradients of one that has none, and end with it.
+    Other ranks wait for the gradients of one that has none, and end with it.
     """
     trainer = run.trainer
     try:
         return trainer.train_step(batch.images, batch.classes, size)
     except Diverged as error:
-        if trainer.world.size > 1:
-            raise
-        write_metrics(run, state)  # another step may have been the first
+        if trainer.world.size == 1:
+            write_metrics(run, state)  # another step may have been the first
         end_diverged(run, trainer.step + 1, str(error))
 
 
@@ -241,8 +240,7 @@ def check_finite(run: TrainingRun) -> None:
     tensors = [x for x in tree_leaves(trainer.state()) if isinstance(x, Tensor)]
     finite = [x.isfinite().all().to(device) for x in tensors if x.is_floating_point()]
     has_diverged = torch.stack(finite).all().logical_not().float()
-    trainer.world.any(has_diverged)  # buffers are those of a rank
-    if has_diverged.item():
+    if trainer.world.sum(has_diverged) > 0:  # buffers are those of a rank
         end_diverged(run, trainer.step, "weights or the state of the optimiser are not finite")
 
 
@@ -286,13 +284,11 @@ def save_checkpoint(run: TrainingRun, state: RunState) -> None:
 def restore(trainer: Trainer, path: Path, content: dict[str, Any]) -> RunState:
     """Resumes from the content of a checkpoint; UserError if it does not fit the run."""
     origin = f"checkpoint={path}"
-    try:
-        check_classes(origin, content["classes"], trainer.classes)
-        trainer.restore(origin, content)
-        content["sums"] = [metrics.Sums(**sums) for sums in content["sums"]]
-        return RunState(**{x.name: content[x.name] for x in fields(RunState)})
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{origin}: does not fit the run: {first_line(error)}") from error
+    check_classes(origin, content["classes"], trainer.classes)
+    trainer.restore(origin, content)
+    state = RunState(**{x.name: content[x.name] for x in fields(RunState)})
+    state.sums = [metrics.Sums(**sums) for sums in content["sums"]]
+    return state
 
 
 def evaluate_on(

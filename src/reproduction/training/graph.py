@@ -35,9 +35,10 @@ class Captured:
 
 
 class StepGraph:
-    """Replays `step(*inputs)`, captured after WARM_UP calls for each shape of its tensors.
+    """Replays `step(*inputs, **numbers)`, captured after WARM_UP calls for each shape of `inputs`.
 
-    The calls before are steps as any other, on the stream of the capture; a capture itself computes
+    Numbers change from step to step: the step gets them as tensors on the device, which stay. The
+    calls before are steps as any other, on the stream of the capture; a capture itself computes
     nothing. The step draws from `generators` and the device's own generator, so that its numbers
     are those of an eager step. What it returns is overwritten by the next call.
 
@@ -48,10 +49,15 @@ class StepGraph:
         self, step: Callable[..., Any], generators: Sequence[torch.Generator], device: torch.device
     ):
         self.step, self.generators, self.device = step, generators, device
+        self.numbers: dict[str, Tensor] = {}
         self.stream: Any = None
         self.forget()
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, **numbers: float) -> Any:
+        for name, number in numbers.items():
+            if name not in self.numbers:
+                self.numbers[name] = torch.full((), number, device=self.device)
+            self.numbers[name].fill_(number)
         leaves, tree = tree_flatten(inputs)
         key = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
         self.calls[key] += 1
@@ -74,7 +80,7 @@ class StepGraph:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of capturable optimisers outside of a graph
-            outputs = self.step(*inputs)
+            outputs = self.step(*inputs, **self.numbers)
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         return outputs
 
@@ -90,7 +96,7 @@ class StepGraph:
             with torch.cuda.graph(
                 graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
             ):
-                outputs = self.step(*inputs)
+                outputs = self.step(*inputs, **self.numbers)
         except Exception as error:
             first = first_of(error)
             if isinstance(first, torch.OutOfMemoryError):

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from reproduction.config import Config
@@ -49,17 +49,13 @@ class WandbLog:
             "config": dataclasses.asdict(config) | given.get("config", {}),
         }
         init["settings"] = wandb.Settings(**SETTINGS | init.get("settings", {}))
-        try:
-            wandb.setup(settings=init["settings"])  # the login uses these
-            self.run: Any = wandb.init(**init)
-            if not self.run.disabled:
-                folder.write_summary(wandb_id=self.run.id)  # in a sweep the agent chooses it
-            self.run.define_metric("*", step_metric="step")
-            for name in ("top1", "top5", "eval_loss", "val_*", *config.recipe.metrics):
-                self.run.define_metric(name, step_metric="epoch")
-        except Exception:
-            self.give_up()
-            raise
+        wandb.setup(settings=init["settings"])  # the login uses these
+        self.run: Any = wandb.init(**init)
+        if not self.run.disabled:
+            folder.write_summary(wandb_id=self.run.id)  # in a sweep the agent chooses it
+        self.run.define_metric("*", step_metric="step")
+        for name in ("top1", "top5", "eval_loss", "val_*", *config.recipe.metrics):
+            self.run.define_metric(name, step_metric="epoch")
         if self.run.url:
             say(f"wandb: {self.run.url}")
 
@@ -67,17 +63,7 @@ class WandbLog:
         self.run.log({key: value for key, value in line.items() if value is not None})
 
     def close(self, status: str) -> None:
-        try:
-            self.run.finish(exit_code=0 if status == "finished" else 1)
-        finally:
-            self.give_up()
-
-    def give_up(self) -> None:
-        """Ends wandb's process, which may be dead: at exit this would print many lines."""
-        with suppress(Exception):
-            import wandb
-
-            wandb.teardown()
+        self.run.finish(exit_code=int(status != "finished"))
 
 
 class TensorBoardLog:
@@ -103,9 +89,6 @@ class TensorBoardLog:
     def close(self, status: str) -> None:
         self.writer.close()
 
-    def give_up(self) -> None:
-        """Does nothing: what cannot be written is lost."""
-
 
 LOGGERS: dict[str, type[WandbLog | TensorBoardLog]] = {
     "tensorboard": TensorBoardLog,
@@ -129,7 +112,6 @@ class Loggers:
             try:
                 self.active[name] = kind(chosen[name], config, folder, step)
             except Exception as error:
-                self.close("failed")
                 reason = " ".join(str(error).split()) or first_line(error)
                 raise of_library(error, f"logger.{name}", reason) from error
 
@@ -148,6 +130,6 @@ class Loggers:
         try:
             yield
         except Exception as error:
-            self.active.pop(name).give_up()
+            del self.active[name]
             reason = first_line(error)
             warn(f"warning: {name} failed ({reason}); all lines are in metrics.jsonl")

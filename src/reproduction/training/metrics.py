@@ -169,14 +169,8 @@ class Pace:
 def describe_step(line: Line, pace: Pace) -> str:
     """Returns what the run says of a step."""
     step = line["step"]
-    parts = [f"step {step:,}/{pace.total:,}", f"loss {line['loss']:.3f}"]
-    if "difficulty" in line:  # HTM mixes
-        parts.append(
-            f"easy {line['easy_samples']}, mixed {line['mixed_samples']}, "
-            f"{line['mixed_tokens']:.3g} tokens each"
-        )
-    parts.append(f"{timedelta(seconds=round(pace.left(step)))} left")
-    return "  ".join(parts)
+    left = timedelta(seconds=round(pace.left(step)))
+    return f"step {step:,}/{pace.total:,}  loss {line['loss']:.3f}  {left} left"
 
 
 def describe(

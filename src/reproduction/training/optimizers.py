@@ -11,7 +11,6 @@ from timm.optim import param_groups_weight_decay as groups_of
 from torch.optim import SGD, AdamW, Optimizer
 
 from reproduction.config import OPTIMIZER, Recipe
-from reproduction.function_keys import Refused
 from tokenmixup import TokenMixup
 
 Groups = list[dict[str, Any]]
@@ -23,22 +22,13 @@ def build_optimizer(module: TokenMixup, recipe: Recipe) -> Optimizer:
     groups = groups_of(module, recipe.weight_decay, no_weight_decay_list=exempt)
     chosen = recipe.optimizer
     with OPTIMIZER.refusing(chosen):
-        optimizer = OPTIMIZER.prepared(
+        return OPTIMIZER.prepared(
             chosen,
             recipe.optimizer_options,
             groups,
             lr=recipe.lr,
             weight_decay=recipe.weight_decay,
         )()
-        if not isinstance(optimizer, Optimizer):
-            raise Refused(
-                f"returns {type(optimizer).__name__}, must return a torch.optim.Optimizer"
-            )
-        held = {p for group in optimizer.param_groups for p in group["params"]}
-        lost = [name for name, p in module.named_parameters() if p.requires_grad and p not in held]
-        if lost:
-            raise Refused(f"leaves out {len(lost)} parameters, such as {lost[0]}")
-    return optimizer
 
 
 def adamw(groups: Groups, lr: float, weight_decay: float, **options: Any) -> Optimizer:

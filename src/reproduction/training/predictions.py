@@ -127,7 +127,7 @@ def write_predictions(path: Path, found: Predictions) -> None:
         suffix = "" if index == 0 else f"_{index + 1}"
         columns[f"predicted{suffix}"] = names[found.best[:, index]]
         columns[f"probability{suffix}"] = found.probabilities[:, index]
-    _write_csv(path, pd.DataFrame(columns), index=False, float_format="%.6g")
+    write_text(path, pd.DataFrame(columns).to_csv(index=False, float_format="%.6g"))
 
 
 def write_classes(path: Path, found: Predictions) -> None:
@@ -144,10 +144,4 @@ def write_classes(path: Path, found: Predictions) -> None:
     table = by_class.agg({"images": "sum", "top1": "mean", "top5": "mean"})
     if len(found.classes) <= TOP:
         del table["top5"]
-    _write_csv(path, table, float_format="%.2f")
-
-
-def _write_csv(path: Path, table: pd.DataFrame, **how: Any) -> None:
-    """Writes a table; bytes of a file name that are no text are written as escapes."""
-    text: str = table.to_csv(**how)
-    write_text(path, text.encode(errors="backslashreplace").decode())
+    write_text(path, table.to_csv(float_format="%.2f"))

@@ -1,7 +1,6 @@
 """One process or many: the ranks that torchrun has started, or that `on_ranks` starts."""
 
 import logging
-import math
 import multiprocessing
 import os
 import pickle
@@ -11,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -37,9 +35,8 @@ from reproduction.machine import MEETING, is_first_rank, launched_ranks, local_r
 from reproduction.training.stop import ending, handling, stop_at_once
 
 Result = TypeVar("Result")
-Shared = TypeVar("Shared")
 
-SECONDS_OF_OTHERS = 2.0  # for ranks that know the reason to say it first
+SECONDS_OF_FIRST = 2.0  # for the first rank to print its error
 GRACE_SECONDS = 10.0  # for the other ranks to end by themselves, then to end on SIGTERM
 SIGNAL_STATUS = 128  # exit status of a signal, as in a shell: 128 + its number
 
@@ -64,28 +61,20 @@ class World:
 
     def max(self, values: Tensor) -> Tensor:
         """Returns the maximum of `values` over all ranks, on every rank: nan if one of them is."""
-        if self.size == 1:
-            return values
-        # The reduction may drop nan, which another rank's number replaces.
-        is_nan = values.isnan()
-        both = torch.stack([is_nan.to(values.dtype), values.masked_fill(is_nan, -math.inf)])
-        dist.all_reduce(both, dist.ReduceOp.MAX)
-        was_nan, largest = both
-        return largest.masked_fill(was_nan > 0, math.nan)
+        of_ranks = [values]
+        if self.size > 1:  # a reduction may drop nan, which another rank's number replaces
+            of_ranks = [torch.empty_like(values) for _ in range(self.size)]
+            dist.all_gather(of_ranks, values)
+        return torch.stack(of_ranks).amax(dim=0)
 
-    def any(self, flag: Tensor) -> None:
-        """Raises a flag on the device, 0 or 1, to 1 if it is that on any rank, without waiting."""
-        if self.size > 1:
-            dist.all_reduce(flag, dist.ReduceOp.MAX)
-
-    def gather(self, value: Shared) -> list[Shared]:
+    def gather(self, value: Result) -> list[Result]:
         """Returns the values of all ranks on every rank."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value)
         return values
 
-    def broadcast(self, value: Shared) -> Shared:
+    def broadcast(self, value: Result) -> Result:
         """Returns the first rank's value on every rank."""
         values = [value]
         if self.size > 1:
@@ -176,7 +165,7 @@ def on_ranks(function: Callable[[Config], Result], config: Config) -> Result:
     Else of `config.devices` new processes. Any error but a signal's Stopped is a OneLineError.
     """
     if config.devices == 1 or launched_ranks() is not None:
-        with as_rank(config):
+        with as_rank():
             return function(config)
     return cast(Result, _result(_spawned(function, config)))
 
@@ -197,7 +186,6 @@ def _spawned(function: Callable[[Config], Any], config: Config) -> Ended:
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)  # says it too
     first = 0
     with TemporaryDirectory() as meeting, handling(forward):
-        start_tracker()
         given = function, config, Path(meeting)
         ranks = mp.spawn(_new_rank, given, config.devices, join=False)  # CUDA: not after a fork
         pids += ranks.pids()
@@ -210,13 +198,6 @@ def _spawned(function: Callable[[Config], Any], config: Config) -> Ended:
             first = error.error_index
         outcomes = _outcomes(Path(meeting))
     return Ended(received, outcomes, [process.exitcode for process in ranks.processes], first)
-
-
-def start_tracker() -> None:
-    """Starts Python's resource tracker, deaf to signals: a scheduler sends its to all processes."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _outcomes(meeting: Path) -> dict[int, Any]:
@@ -252,29 +233,24 @@ def _is_reason(outcome: Any) -> bool:
 
 
 @contextmanager
-def as_rank(config: Config) -> Iterator[None]:
+def as_rank() -> Iterator[None]:
     """Around each rank, and a process that is alone: the one place that explains errors."""
     with handling(stop_at_once):
         try:
             yield
         except Exception as error:
             # No variable holds the new error: its traceback would hold this frame, and the model.
-            raise _after_the_others(ending(error, config)) from error
+            raise _after_the_others(ending(error)) from error
 
 
 def _after_the_others(end: OneLineError) -> OneLineError:
-    """Returns the error. A rank of torchrun prints it, unless it is the first one's.
+    """Returns the error. A rank of torchrun prints it; programs print that of the first one.
 
-    Programs print that one. The other ranks wait before: the launcher ends them if the first one
-    has the same error. A rank that only knows that another is gone prints nothing, and waits too,
-    so that the launcher names the other.
+    It waits before: torchrun ends it if the first one has the same error.
     """
-    is_gone = isinstance(end, RankFailed)
     is_of_torchrun = launched_ranks() is not None and MEETING not in os.environ
-    is_silent = is_of_torchrun and not is_first_rank()
-    if is_gone or is_silent:
-        time.sleep(SECONDS_OF_OTHERS)
-    if is_silent and not is_gone:
+    if is_of_torchrun and not is_first_rank():
+        time.sleep(SECONDS_OF_FIRST)
         warn(f"rank {os.environ['RANK']}: {end}")
     return end
 
@@ -289,7 +265,7 @@ def _new_rank(rank: int, function: Callable[[Config], Any], config: Config, meet
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // config.devices))
     try:
-        with as_rank(config):
+        with as_rank():
             outcome = function(config)
     except OneLineError as error:
         outcome = error

@@ -3,11 +3,8 @@
 The epochs are in fit.py, what ends a run in stop.py, its processes in ranks.py.
 """
 
-import math
 import platform
-import signal
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -18,7 +15,6 @@ import torch
 from reproduction.config import Config
 from reproduction.data import loaders
 from reproduction.data.halves import Data, in_memory
-from reproduction.data.seeding import preserved_generators
 from reproduction.data.sources import opened, record
 from reproduction.data.workers import Loader
 from reproduction.errors import (
@@ -28,7 +24,6 @@ from reproduction.errors import (
     Stopped,
     of_system,
     say,
-    warn,
 )
 from reproduction.folder import RunFolder, hold
 from reproduction.identity import files_of_code, run_hash
@@ -37,7 +32,6 @@ from reproduction.models.build import (
     build_module,
     count_parameters,
     load_initial_weights,
-    try_pass,
     without_weights,
 )
 from reproduction.models.weights import read_newest
@@ -57,7 +51,6 @@ from reproduction.training.loggers import Loggers
 from reproduction.training.ranks import World, join_world, on_ranks, resolve_device
 from reproduction.training.step import Trainer
 from reproduction.training.stop import Stop, handling
-from tokenmixup import HTM
 
 LIBRARIES = ("torch", "torchvision", "timm", "numpy", "scipy", "hydra-core")
 
@@ -117,11 +110,10 @@ def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
             try:
                 results = fit(run, state)
                 status = "finished"
-            except Stopped as stop:  # on all ranks after the same step
+            except Stopped:  # on all ranks after the same step
                 write_metrics(run, state)  # first: the checkpoint counts their bytes
                 if world.is_main:
-                    hint = " (a second Ctrl-C: at once)" if stop.signum == signal.SIGINT else ""
-                    say(f"stopping after step {run.trainer.step}{hint}")
+                    say(f"stopping after step {run.trainer.step}")
                 save_checkpoint(run, state)
                 raise
             except Exception as error:
@@ -212,7 +204,7 @@ def _assembled(
 
 
 def _say_start(trainer: Trainer, data: Data, facts: Mapping[str, Any]) -> None:
-    """Says what is trained, and which settings are allowed but probably mistakes."""
+    """Says what is trained."""
     config, world = trainer.config, trainer.world
     verb = f"resuming after step {trainer.step}" if trainer.step else "training"
     images = [
@@ -229,38 +221,6 @@ def _say_start(trainer: Trainer, data: Data, facts: Mapping[str, Any]) -> None:
     say(f"{verb}: {config.model.name} on {', '.join(images)}, {mixing}, {device}")
     if facts.get("initial_weights") is not None:
         say(f"initial weights: {facts['initial_weights']}")
-    for name, row in facts.get("htm", {}).items():
-        say(f"htm: {name} = {', '.join(f'{float(x):.4g}' for x in row)}")
-    if trainer.module.htm is not None and trainer.module.htm.difficulty == "paper":
-        tau = min(map(float, facts["htm"]["tau"]))
-        least = least_difficulty(len(data.classes), config.recipe.label_smoothing)
-        if tau <= least:
-            reason = f"the difficulty of a sample is never below {least:.4g} nats"
-            warn(f"warning: htm: with tau = {tau:.4g} no sample is easy: {reason}")
-
-
-def least_difficulty(classes: int, smoothing: float) -> float:
-    """Returns the entropy of a smoothed label in nats, which no cross-entropy is below."""
-    label = torch.full((classes,), smoothing / classes).double()
-    label[0] += 1 - smoothing
-    return float(torch.special.entr(label).sum())
-
-
-def _htm_numbers(trainer: Trainer, htm: HTM) -> dict[str, list[float | str]]:
-    """HTM's tau, in nats, and rho at each layer, with numbers for `auto`; infinity as text."""
-    config = replace(trainer.config, model=without_weights(trainer.config.model))
-    with preserved_generators():  # only a pass tells how many tokens enter a layer
-        _, output = try_pass(config, len(trainer.classes))
-    layers = [*zip(htm.by_layer.values(), output.layers, strict=True)]
-    return {
-        "tau": [as_json(settings.tau) for settings, _ in layers],
-        "rho": [as_json(settings.rho_for(mix.saliency.shape[1])) for settings, mix in layers],
-    }
-
-
-def as_json(number: float) -> float | str:
-    """Returns a number for a JSON file, which has no infinity."""
-    return number if number < math.inf else "inf"
 
 
 def _start(trainer: Trainer) -> dict[str, Any]:
@@ -282,7 +242,7 @@ def _start(trainer: Trainer) -> dict[str, Any]:
 def _facts(trainer: Trainer, data: Data) -> dict[str, Any]:
     """The entries of the summary that are known before training."""
     config = trainer.config
-    facts: dict[str, Any] = {
+    return {
         "name": config.name,
         "data": record(data, config.model.weights),
         "code": files_of_code(config),
@@ -292,6 +252,3 @@ def _facts(trainer: Trainer, data: Data) -> dict[str, Any]:
         "devices": config.devices,
         "run_hash": run_hash(config),
     }
-    if trainer.module.htm is not None:
-        facts["htm"] = _htm_numbers(trainer, trainer.module.htm)
-    return facts

@@ -6,7 +6,7 @@ The epochs around it are in fit.py. Letters: b batch, c classes, h w image.
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from timm.utils import ModelEmaV3
@@ -83,8 +83,6 @@ class Trainer:
         self.optimizer = build_optimizer(module, recipe)
         self.lr = recipe.lr  # of the last step
         self.loss = build_loss(recipe, device)
-        self.lr_of_graphs = torch.zeros((), device=device)
-        self.step_of_graphs = torch.zeros((), dtype=torch.int64, device=device)
         self.graph: StepGraph | None = None
         if config.compile == "cuda-graph":
             self.graph = StepGraph(self._update, self.inputs.generators, device)
@@ -101,67 +99,71 @@ class Trainer:
         draws = self.inputs.draw(images.shape, *key)
         seed_device(self.world.device, Purpose.MODEL, *key)
         self.lr = learning_rate(self.recipe, self.step, self.steps_per_epoch)
-        if self.graph is None:
-            self._set_optimizer(lr=self.lr, capturable=False)
-            parts = self._update(images, classes, global_size, draws)
-        else:  # has captured `_update`
-            self.lr_of_graphs.fill_(self.lr)
-            self.step_of_graphs.fill_(self.step)
-            self._set_optimizer(lr=self.lr_of_graphs, capturable=True)
-            parts = cast(list[Stats], self.graph(images, classes, global_size, draws))
+        update: Callable[..., list[Stats]] = self._update
+        if self.graph is not None:
+            update = self.graph
+        parts = update(images, classes, global_size, draws, lr=self.lr, step=self.step)
         self.step += 1
         return parts
 
-    def _set_optimizer(self, lr: float | Tensor, capturable: bool) -> None:
-        """Sets the learning rate: a number or, for a graph, the tensor that it reads."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-            group["capturable"] = capturable
-
     def _update(
-        self, images: Tensor, classes: Tensor, global_size: int, draws: Draws
+        self,
+        images: Tensor,
+        classes: Tensor,
+        global_size: int,
+        draws: Draws,
+        *,
+        lr: float | Tensor,
+        step: int | Tensor,
     ) -> list[Stats]:
-        """The step, given its draws.
+        """The step, given its draws; a CUDA graph of it has tensors for `lr` and `step`.
 
-        Batches of one size get the same operations, so that a CUDA graph can replay them.
+        Batches of one size get the same operations, so that the graph can replay them.
         """
+        # Inputs
         device = self.world.device
         images = images.to(device, non_blocking=True)
         classes = classes.to(device, non_blocking=True)
         mixed = self.inputs.apply(images, classes, draws.to(device))
 
-        # Gradients; only the last backward pass reduces them over the ranks
+        # Forward, loss and backward; only the last backward pass reduces gradients over the ranks
         parts = list[Stats]()
         count = self.recipe.grad_accum_steps
         no_sync = getattr(self.parallel, "no_sync", nullcontext)  # DistributedDataParallel has it
         for part in mixed.split(count):
             is_last = len(parts) == count - 1
             with nullcontext() if is_last else no_sync():
-                parts.append(self._forward_and_backward(part, global_size))
+                parts.append(self._forward_and_backward(part, global_size, step))
 
-        # Weights; the scaler is that of float16, and does nothing otherwise
+        # Clip and step; the scaler is that of float16, and does nothing otherwise
         self.scaler.unscale_(self.optimizer)
         norm = get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         if self.recipe.clip_grad_norm is not None:
             clip_grads_with_norm_(self.parameters, self.recipe.clip_grad_norm, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+            group["capturable"] = isinstance(lr, Tensor)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
+
+        # Average
         if self.average is not None:
             self.average.update(self.module.model)
 
+        # Figures
         for stats in parts:
             stats["gradient_norm"] = Stat(norm, is_max=True)
         return parts
 
-    def _forward_and_backward(self, part: Mixed, global_size: int) -> Stats:
+    def _forward_and_backward(self, part: Mixed, global_size: int, step: int | Tensor) -> Stats:
         """Adds the gradients of a micro-batch: labels, the mixing of tokens, loss, backward."""
         targets = part.targets(len(self.classes), self.recipe.label_smoothing)
         with autocast(self.world.device, self.recipe.precision):
             # This is TokenMixup.forward; what it does to the blocks of the model is in
             # Pass.run_block (tokenmixup/passes.py).
             output: Output = self.parallel(part.images, targets)
-        loss = self.loss(output, part, self.step if self.graph is None else self.step_of_graphs)
+        loss = self.loss(output, part, step)
         n = len(part.images)
         # DDP averages over the ranks: the world size turns that mean into a sum.
         weight = n * self.world.size / global_size

@@ -1,19 +1,15 @@
 """How a run stops: by a signal, after a step and on all ranks alike; by an error, in one line."""
 
-import errno
 import signal
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from reproduction.config import Config
 from reproduction.errors import (
     STOP_SIGNALS,
     OneLineError,
@@ -25,20 +21,16 @@ from reproduction.errors import (
     warn,
 )
 from reproduction.files import LACKS
-from tokenmixup.assignment import Diverged
 
 Batch = TypeVar("Batch")
 
 ADVICE = "a lower recipe.lr, a recipe.clip_grad_norm or recipe.precision=float32"
-LOST = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}  # of the run's folder
 
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
     """Sets `handler` for STOP_SIGNALS that are not ignored; restores the old handlers at exit."""
     handled = [s for s in STOP_SIGNALS if signal.getsignal(s) not in (signal.SIG_IGN, None)]
-    if threading.current_thread() is not threading.main_thread():
-        handled = []  # Python sets handlers in the main thread alone
     old = [signal.signal(signum, handler) for signum in handled]
     try:
         yield
@@ -101,7 +93,7 @@ class Stop:
         return [bool(wish) for wish in wished]
 
 
-def ending(error: Exception, config: Config) -> OneLineError:
+def ending(error: Exception) -> OneLineError:
     """A new error, of the one line that ends this rank; the traceback of a bug is printed.
 
     Looks at the error and its causes by `raise ... from`, not at its context. The error is a new
@@ -114,7 +106,7 @@ def ending(error: Exception, config: Config) -> OneLineError:
     while cause is not None:
         if isinstance(cause, dist.DistError) or "gloo/transport" in str(cause):
             return RankFailed(f"{step}another rank is gone ({first_line(cause)})")
-        line = explained(cause, config)
+        line = explained(cause)
         if line is not None:
             return PlainError(f"{step}{line}")
         cause = cause.__cause__
@@ -125,33 +117,11 @@ def ending(error: Exception, config: Config) -> OneLineError:
     return PlainError(f"{step}{line}")
 
 
-def explained(error: BaseException, config: Config) -> str | None:
-    """What to say of an error that a run may meet; None of another one."""
-    if isinstance(error, Diverged):
-        return f"{error}; try {ADVICE}"
-    return lack_of_memory(error, config) or lack_of_machine(error, config)
-
-
-def lack_of_memory(error: BaseException, config: Config) -> str | None:
-    """A lack of memory, on the GPU or on this machine."""
-    is_gpu = isinstance(error, torch.OutOfMemoryError)
-    is_host = isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate" in str(error)
-    if not (is_gpu or is_host):
-        return None
-    device = "the GPU" if is_gpu else "this machine"
-    recipe = config.recipe
-    return (
-        f"out of {device}'s memory: lower recipe.batch_size={recipe.batch_size}, raise "
-        f"recipe.grad_accum_steps={recipe.grad_accum_steps} or choose recipe.precision=bf16"
-    )
-
-
-def lack_of_machine(error: BaseException, config: Config) -> str | None:
-    """What the machine lacks, and a run's folder that is gone; other files may be a bug's."""
-    if not isinstance(error, OSError):
-        return None
-    folder = Path(config.output_root, config.name or "")
-    is_ours = error.filename is not None and folder in Path(error.filename).parents
-    if error.errno in LACKS or (is_ours and error.errno in LOST):
+def explained(error: BaseException) -> str | None:
+    """What to say of a lack of memory, or of what else the machine lacks; None of another error."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        advice = "lower recipe.batch_size, or raise recipe.grad_accum_steps"
+        return f"{first_line(error)}; {advice}"
+    if isinstance(error, OSError) and error.errno in LACKS:
         return reason_of(error)
     return None
