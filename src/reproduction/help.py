@@ -24,7 +24,7 @@ def hydra_errors(*overrides: str) -> Iterator[None]:
         is_ours = isinstance(error, UserError | BrokenPipeError)
         if is_ours or not (isinstance(error, ERRORS) or is_of_hydra):
             raise
-        text = f"{error}{_near_key(error.__cause__)}"
+        text = f"{error}{_near_key(error.__cause__ or error)}"
         if overrides and not any(
             override.lstrip("+~").partition("=")[0] in text for override in overrides
         ):
