@@ -1,14 +1,14 @@
-"""What is said of overrides and files that Hydra refuses: one line, which names what is allowed."""
+"""What is said of overrides and files that Hydra refuses: one line, which names them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from traceback import walk_tb
 
 from hydra.errors import HydraException
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from reproduction.errors import UserError, nearest
+from reproduction.errors import UserError
 
 ERRORS = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
 
@@ -24,18 +24,9 @@ def hydra_errors(*overrides: str) -> Iterator[None]:
         is_ours = isinstance(error, UserError | BrokenPipeError)
         if is_ours or not (isinstance(error, ERRORS) or is_of_hydra):
             raise
-        text = f"{error}{_near_key(error.__cause__ or error)}"
+        text = str(error)
         if overrides and not any(
             override.lstrip("+~").partition("=")[0] in text for override in overrides
         ):
             text = f"{' '.join(overrides)}: {text}"
         raise UserError(text) from error
-
-
-def _near_key(cause: BaseException | None) -> str:
-    """Says which key may be meant by one that is not in the configuration."""
-    if not isinstance(cause, ConfigAttributeError | ConfigKeyError) or cause.parent_node is None:
-        return ""
-    group, dot, _ = str(cause.full_key).rpartition(".")
-    names = [f"{group}{dot}{name}" for name in cause.parent_node]
-    return nearest(str(cause.full_key), names)

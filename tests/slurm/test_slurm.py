@@ -159,9 +159,9 @@ def test_what_ends_a_job_of_the_batch_file_does_not_end_its_run(event: str, whol
 
 
 def test_a_run_of_the_batch_file_ends_in_spite_of_its_time_limit():
-    longer = "recipe.epochs=600"
+    longer = "recipe.epochs=800"
     job = f"{submitted(longer, minutes=4)}_0"
-    eventually(lambda: job not in queue())
+    eventually(lambda: job not in queue(), patience=1200)
     assert same(Run("outputs/mine"), trained(LONG, longer, name="whole", root="other")) == []
     assert len(Run("outputs/mine").summary["starts"]) > 1
 

@@ -23,13 +23,9 @@ def build_optimizer(module: TokenMixup, recipe: Recipe) -> Optimizer:
     groups = groups_of(module, recipe.weight_decay, no_weight_decay_list=exempt)
     chosen = recipe.optimizer
     with OPTIMIZER.refusing(chosen):
-        optimizer = OPTIMIZER.prepared(
-            chosen,
-            recipe.optimizer_options,
-            groups,
-            lr=recipe.lr,
-            weight_decay=recipe.weight_decay,
-        )()
+        factory = OPTIMIZER.factory(chosen)
+        options = recipe.optimizer_options
+        optimizer = factory(groups, lr=recipe.lr, weight_decay=recipe.weight_decay, **options)
         if not isinstance(optimizer, Optimizer):
             raise Refused(
                 f"returns {type(optimizer).__name__}, must return a torch.optim.Optimizer"
