@@ -8,7 +8,7 @@ REPRODUCED := $(patsubst %,reproduce-%,table1 table2 table3 table4 table5 figure
 SWEEPS := sweep-tau sweep-rho sweep-kappa
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev quickstart test test-all test-lowest test-slurm lint format lock audit report clean status runs \
+.PHONY: help setup setup-dev quickstart test test-all test-lowest test-plugins test-slurm lint format lock audit report clean status runs \
   $(REPRODUCED) $(SWEEPS) study publish bench check-gpu chaos
 
 ##@ Using
@@ -129,6 +129,9 @@ test-lowest: .venv-tools/installed  ## run `make test` with the lowest versions 
 	  > "$$(.venv-plugins/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
 	.venv-plugins/bin/pip install --quiet --requirement requirements-plugins.txt
 	touch $@
+
+test-plugins: .venv-plugins/installed  ## run sweeps by Hydra's joblib and Optuna plugins
+	PYTHONPATH="$(CURDIR)/src" .venv-plugins/bin/python -m pytest tests/plugins -n 0
 
 test-slurm: .venv-plugins/installed  ## run sweeps on the SLURM cluster of this machine, as root; takes half an hour
 	TEST_SLURM=1 PYTHONPATH="$(CURDIR)/src" .venv-plugins/bin/python -m pytest tests/slurm -n 0

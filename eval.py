@@ -28,7 +28,7 @@ from typing import Any
 from reproduction.compose import check_asked, compose, expand, override_of, with_overrides
 from reproduction.config import Config, validated
 from reproduction.errors import UserError, one_line_errors, say
-from reproduction.files import LONGEST, cut, write_json
+from reproduction.files import write_json
 from reproduction.folder import RunFolder
 from reproduction.function_keys import Role
 from reproduction.help import hydra_errors
@@ -62,9 +62,7 @@ def taken(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     options = {}
     others = []
     for override in overrides:
-        key, _, value = override.partition(
-            "="
-        )  # as typed: the name of a run may have a = of its own
+        key, _, value = override.partition("=")  # as typed: the name of a run may have a = too
         if key in OPTIONS:
             options[key] = os.path.expanduser(value)
         else:
@@ -108,11 +106,9 @@ def of_file(options: dict[str, str], overrides: Sequence[str]) -> tuple[Config, 
 
 def result_of(place: Path, config: Config, hashed: list[Any]) -> Path:
     """Returns the path of a result, with a hash of what tells it from others, if anything does."""
-    tail = ".json"
-    if hashed:
-        tail = f"-{config.dataset.name}-{digest(hashed)}{tail}"
-    longest = LONGEST - len("-classes")  # of a table beside it
-    return place.with_name(cut(place.name, longest, tail))
+    if not hashed:
+        return place.with_name(f"{place.name}.json")
+    return place.with_name(f"{place.name}-{config.dataset.name}-{digest(hashed)}.json")
 
 
 def changed(saved: Config, overrides: Sequence[str]) -> Config:

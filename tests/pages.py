@@ -4,7 +4,7 @@ import re
 
 
 def section(page: str, title: str) -> str:
-    """What stands below a heading, such as `### ONNX`, up to the next of its level or above."""
+    """What stands below a heading, such as `### Resuming`, up to the next of its level or above."""
     marks, _, _ = title.partition(" ")
     _, found, rest = page.partition(f"{title}\n")
     end = rf"^#{{2,{len(marks)}}} "

@@ -272,9 +272,9 @@ def command_of(process: int) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def eventually(condition: Callable[[], Any]) -> None:
+def eventually(condition: Callable[[], Any], patience: float = PATIENCE) -> None:
     """Waits until a condition holds."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)

@@ -4,7 +4,7 @@ Hydra finds them here, and executes this file for it: nothing else imports it. H
 and sweeper, which they extend, have no public name, nor has what a job that failed has raised.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
-from reproduction.compose import RunPlan, command_of, plan_run
-from reproduction.config import Command, StudyOptions, validated
+from reproduction.compose import command_of, plan_run
+from reproduction.config import StudyOptions, validated
 from reproduction.errors import OneLineError, PlainError, UserError, first_line, say
 from reproduction.jobs import in_processes, objective
 from reproduction.sweep import Sweep
@@ -32,6 +32,7 @@ class GridSweeper(BasicSweeper):
 
     def sweep(self, arguments: list[str]) -> Any:
         assert self.config is not None
+        assert self.launcher is not None
         running: Any = HydraConfig.instance()
         running.cfg = self.config  # of which runs are composed
         directory = Path(self.config.hydra.sweep.dir)  # first: a time in it is that of all runs
@@ -48,18 +49,13 @@ class GridSweeper(BasicSweeper):
         directory.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, directory / "multirun.yaml")
         try:
-            ends = self.ends_of(sweep.plans, command)
+            ends = self.launcher.launch(
+                [plan.overrides for plan in sweep.plans], initial_job_idx=command.task or 0
+            )
         except KeyboardInterrupt as interrupt:
             sweep.conclude([sweep.interrupted_by(interrupt)])
             return
         sweep.in_folders(map(folder_of, ends)).conclude([*filter(None, map(error_of, ends))])
-
-    def ends_of(self, plans: Sequence[RunPlan], command: Command) -> Sequence[JobReturn]:
-        """Trains runs, and returns how each has ended."""
-        assert self.launcher is not None
-        if command.jobs is not None:
-            return [*ends_of_processes(plans, command.jobs, command.objective)]
-        return self.launcher.launch([plan.overrides for plan in plans], command.task or 0)
 
     def sweep_of(self, arguments: list[str]) -> Sweep:
         return Sweep.over_keys([*self._parse_config(), *arguments])
@@ -90,17 +86,14 @@ class ProcessLauncher(BasicLauncher):
             plan_run(overrides).placed(number)
             for number, overrides in enumerate(job_overrides, initial_job_idx)
         ]
-        return [*ends_of_processes(plans, command.jobs, command.objective)]
-
-
-def ends_of_processes(plans: Sequence[RunPlan], jobs: int, chosen_by: str) -> Iterator[JobReturn]:
-    """Trains `jobs` runs at a time, and yields how each has ended."""
-    for plan, error in zip(plans, in_processes(plans, jobs), strict=True):
-        end = JobReturn(overrides=plan.overrides, status=JobStatus.FAILED, _return_value=error)
-        if error is None:
-            end.status = JobStatus.COMPLETED
-            end.return_value = objective(plan, chosen_by)
-        yield end
+        ends = []
+        for plan, error in zip(plans, in_processes(plans, command.jobs), strict=True):
+            end = JobReturn(overrides=plan.overrides, status=JobStatus.FAILED, _return_value=error)
+            if error is None:
+                end.status = JobStatus.COMPLETED
+                end.return_value = objective(plan, command.objective)
+            ends.append(end)
+        return ends
 
 
 def folder_of(end: JobReturn) -> str | None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
@@ -35,10 +36,12 @@ from reproduction.identity import changes_result, own_code, run_hash
 from reproduction.machine import launched_ranks
 
 PRIMARY = "train"  # configuration, of conf/
-OF_SEED_AND_ROW = re.compile(r'seed=\d+|row="[^$]*"')  # overrides that change nothing but their key
+# overrides that choose no file, and so set a value alone
+PLAIN = re.compile(r"(?!hydra\.)(\w+\.[\w.]+|seed|row|resume|device)=")
 # keys that run_name does not write as key=value: its head or its -s<seed> says them
 IN_THE_NAME = ("seed", "model", "dataset", "augmentation", "experiment")
 OF_THE_COMMAND = Command.__annotations__.keys() - {"row"}  # which no run has
+NOT_OF_A_RUN = {"hydra", *Command.__annotations__}
 FLAGS = {"main": "--config-path", "command-line": "--config-dir"}  # of Hydra, by its providers
 # keys of Hydra that say how a sweep is run, and nothing of one run
 OF_SWEEPS = re.compile(r"hydra/launcher|hydra/sweeper|hydra\.(launcher|sweeper|sweep|mode)\b")
@@ -53,6 +56,11 @@ class Override:
     text: str
     key: str  # or group, without + or ~ before it
     value: Any
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it sets one value, whatever else is composed."""
+        return PLAIN.match(self.text) is not None and not isinstance(self.value, Sweep)
 
     @property
     def group(self) -> str:
@@ -169,23 +177,29 @@ def _composed(primary: str, overrides: tuple[str, ...]) -> DictConfig:
 
 
 def tree_of(overrides: Sequence[str]) -> DictConfig:
-    """Returns the tree of these overrides, a copy; those that differ in the seed share its work."""
-    primary, shared = (
-        PRIMARY,
-        [override for override in overrides if not OF_SEED_AND_ROW.fullmatch(override)],
-    )
-    of_plan = [override for override in overrides if OF_SEED_AND_ROW.fullmatch(override)]
+    """Returns the tree of these overrides, a copy.
+
+    Plain values are set here, as Hydra sets them: runs that differ in these alone share its work.
+    """
+    read = [x for x in map(override_of, overrides) if x.key not in OF_THE_COMMAND]
+    is_ordered = any(x.text.startswith(("+", "~")) for x in read)  # may add or remove what is set
+    values = [x for x in read if x.is_plain and not is_ordered]
+    shared = [x.text for x in read if x not in values]
+    primary = PRIMARY
     with hydra_errors(*overrides):
         if GlobalHydra.instance().is_initialized():  # by train.py
             running: Any = HydraConfig.get()
             primary = running.job.config_name
             shared = [*overrides_of(running, "hydra"), *shared]
-        merged: Any = OmegaConf.merge(
-            _composed(primary, tuple(shared)), with_overrides({}, of_plan)
-        )
-        with read_write(merged), open_dict(merged):
-            merged.hydra.overrides.task = [*overrides]
-    return merged
+        tree = deepcopy(_composed(primary, tuple(shared)))
+        for override in values:
+            OmegaConf.update(tree, override.key, override.value)
+        node = tree.hydra
+        node.overrides.task = [x.text for x in read]
+        named = node.job.config.override_dirname
+        lines = sorted(x.text for x in read if x.key not in named.exclude_keys)
+        node.job.override_dirname = named.item_sep.join(lines).replace("=", named.kv_sep)
+    return tree
 
 
 @contextmanager
@@ -202,6 +216,13 @@ def as_job(tree: DictConfig) -> Iterator[Any]:
         hydra_config.cfg = running
 
 
+def plain(node: Any) -> Any:
+    """Returns the values of a node without interpolations; one that is missing is refused."""
+    if not OmegaConf.is_config(node):
+        return node
+    return OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+
+
 def compose(overrides: Sequence[str]) -> Config:
     """Returns the configuration of these overrides; UserError for anything wrong with one."""
     return config_of(tree_of(overrides), overrides)
@@ -213,14 +234,12 @@ def config_of(tree: DictConfig, overrides: Sequence[str] = ()) -> Config:
     UserError for what is not allowed, missing or unread.
     """
     with hydra_errors(*overrides):
-        own = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
-        raw: Any = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
+        raw = {str(key): plain(tree[key]) for key in tree if key not in NOT_OF_A_RUN}
     stack = raw["augmentation"]
     chosen = stack.pop("chosen", {})  # from the files of the methods in the list
     for name in stack.keys() - chosen.keys() - {"off_epoch"}:
         reason = f"augmentation=[{','.join(chosen)}] does not name it"
         raise UserError(f"augmentation.{name}={stack[name]}: {reason}")
-    raw = {key: raw[key] for key in raw if key not in Command.__annotations__}
     config = validated(Config, raw)
     ranks = launched_ranks()
     if ranks is None:

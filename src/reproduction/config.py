@@ -32,7 +32,7 @@ from tokenmixup.settings import LARGEST, RULES, built
 ROOT = Path(__file__).resolve().parents[2]
 CONF_DIR, TRAIN = ROOT / "conf", ROOT / "train.py"
 SOURCES = "reproduction.data.sources"  # the module that opens the data sets
-LONGEST_NAME = 200  # bytes; most file systems allow 255
+LONGEST_NAME = 200  # most file systems allow 255 bytes
 MOST_WORKERS = 16  # of dataset.workers=auto
 # What lines and files of results have already: metrics of one's own have other names.
 MEASURED = (
@@ -58,15 +58,6 @@ def schema(kind: type[Kind]) -> type[Kind]:
     return checked(kind)
 
 
-def folder_name(value: str) -> str:
-    is_plain = value.isprintable() and value.strip() == value and not set(value) & set("/\\")
-    has_length = 1 <= len(value.encode()) <= LONGEST_NAME
-    if value.startswith(".") or not (is_plain and has_length):
-        rule = f"a plain folder name of 1 to {LONGEST_NAME} bytes without slashes or leading dot"
-        raise ValueError(f"must be {rule}")
-    return value
-
-
 Whole = Annotated[StrictInt, Field(ge=0)]
 Seed = Annotated[StrictInt, Field(ge=0, lt=2**32)]
 Count = Annotated[StrictInt, Field(ge=1)]
@@ -81,10 +72,13 @@ Fraction = Annotated[Number, Field(ge=0, le=1)]
 Rate = Annotated[Number, Field(ge=0, lt=1)]  # below 1
 Part = Annotated[Number, Field(gt=0, le=1)]  # above 0
 Compile = StrictBool | Literal["cuda-graph"]
-Channels = Annotated[list[Amount], Field(min_length=3, max_length=3)]
-Deviations = Annotated[list[Positive], Field(min_length=3, max_length=3)]
+# of pixels in 0..1
+Channels = Annotated[list[Fraction], Field(min_length=3, max_length=3)]
+Deviations = Annotated[list[Part], Field(min_length=3, max_length=3)]
 Range = Annotated[list[Part], Field(min_length=2, max_length=2)]
-FolderName = Annotated[str, AfterValidator(folder_name)]
+# printable, without slashes, a leading dot or spaces around it
+FOLDER_NAME = r"^[^\s./\\\p{C}]([^/\\\p{C}]*[^\s/\\\p{C}])?$"
+FolderName = Annotated[str, Field(pattern=FOLDER_NAME, max_length=LONGEST_NAME)]
 # `data/x/` is `data/x`; relative ones stay so: a project may be moved
 PathName = Annotated[
     str,
@@ -242,12 +236,6 @@ class Dataset:
     source: Annotated[str, DATA, AfterValidator(DATA.path)]
     options: dict[str, Any] = Field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for name, values in (("mean", self.mean), ("std", self.std)):
-            if max(values) > 1:
-                rule = f"must be of pixels in 0..1, perhaps {[round(x / 255, 4) for x in values]}"
-                raise ValueError(f"dataset.{name}={values}: {rule}")
-
     @property
     def fixed(self) -> Fixed | None:
         """What is known of its images, if they are the same everywhere."""
@@ -305,14 +293,6 @@ def with_own(raw: Any) -> Any:
     return {**others, "own": {**others.get("own", {}), **own}}
 
 
-def with_layer(kind: type[HTM | VTM], raw: Any) -> Any:
-    """Builds the settings of HTM or VTM; a model of a library has no layer for them by default."""
-    if isinstance(raw, Mapping) and raw.get("layer", 0) is None:
-        reason = "must be set for this model, which augmentation=[] trains without mixing"
-        raise ValueError(f"{kind.key}.layer=null: {reason}")
-    return built(kind, raw)
-
-
 @schema
 class Augmentation:
     """The augmentation stack, in order of application; None disables a component.
@@ -328,8 +308,8 @@ class Augmentation:
     manifold_mixup: Annotated[
         ManifoldMixup | None, BeforeValidator(partial(built, ManifoldMixup))
     ] = None
-    htm: Annotated[HTMByName | None, BeforeValidator(partial(with_layer, HTMByName))] = None
-    vtm: Annotated[VTM | None, BeforeValidator(partial(with_layer, VTM))] = None
+    htm: Annotated[HTMByName | None, BeforeValidator(partial(built, HTMByName))] = None
+    vtm: Annotated[VTM | None, BeforeValidator(partial(built, VTM))] = None
 
     @property
     def stack(self) -> list[str]:

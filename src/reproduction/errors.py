@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, NoReturn, TextIO, TypeVar
 
@@ -45,14 +44,6 @@ def reason_of(error: OSError) -> str:
     if error.filename is None or error.strerror is None:
         return error.strerror or str(error)
     return f"{error.filename}: {error.strerror}"
-
-
-def nearest(name: str, names: Sequence[str]) -> str:
-    """Says which of these names may be meant, if one is near."""
-    near = get_close_matches(name, names, n=1)
-    if not near:
-        return ""
-    return f", perhaps {near[0]}"
 
 
 def few(names: Sequence[str]) -> str:

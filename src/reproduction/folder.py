@@ -59,10 +59,8 @@ class RunFolder:
 
     def check(self, config: Config) -> None:
         """Raises UserError if this folder cannot be used for this run, or could not be read."""
-        if not is_first_rank():
+        if not is_first_rank() or not self.is_run():
             return  # the first rank may already have created it for the others
-        if not self.is_run():
-            return
         if config.resume != "auto":
             advice = "resume it with resume=auto or choose another name"
             raise UserError(f"name={config.name}: {self.path} exists; {advice}")
@@ -73,14 +71,11 @@ class RunFolder:
 
     def check_free(self) -> None:
         """Raises UserError, before Hydra writes here, if there is something else than a run."""
-        if self.is_run() or self.lock_path.exists() or not os.path.lexists(self.path):
+        if self.is_run() or self.lock_path.exists() or not self.path.exists():
             return  # the lock says that a run has tried to begin here
-        others = [*self.path.iterdir()] if self.path.is_dir() else [self.path]
-        others = [x for x in others if x.name != ".hydra" and x.suffix != ".log"]
-        if others:
-            raise UserError(
-                f"name={self.path.name}: {others[0]} is in the way; choose another name"
-            )
+        for path in self.path.iterdir():
+            if path.name != ".hydra" and path.suffix != ".log":
+                raise UserError(f"name={self.path.name}: {path} is in the way; choose another name")
 
     def check_same(self, entry: Literal["data", "code"], now: Mapping[str, str]) -> None:
         """Raises UserError if the run has begun on other data, or by other code, than `now`."""
@@ -221,17 +216,6 @@ class RunFolder:
         except OSError:  # a file system without hard links: for a moment there is only this one
             os.replace(self.last_path, self.previous_path)
 
-    def remove_left_over(self) -> None:
-        """Removes the temporary files of processes that are gone.
-
-        Who wrote a checkpoint, the configuration or the summary held the lock, which is ours now;
-        so that process is gone, on whatever machine. Other files are written without the lock, and
-        what a killed process leaves of one stays.
-        """
-        for path in (self.last_path, self.best_path, self.config_path, self.summary_path):
-            for temporary in path.parent.glob(f".{path.name}.*tmp"):
-                temporary.unlink(missing_ok=True)
-
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
@@ -273,10 +257,7 @@ def hold(folder: RunFolder) -> Iterator[None]:
     except Timeout:
         taken = f"name={folder.path.name}: {folder.holder()} is training {folder.path}"
         raise UserError(taken) from None
-    except OSError as error:
-        raise of_system(error, f"output_root={folder.path.parent}") from error
     try:
-        folder.remove_left_over()
         yield
     finally:
         lock.release()

@@ -4,14 +4,12 @@ A path is `package.module:factory`. A factory is called with the options beside 
 and what it returns is used. Ours are entries of tables, found by the same paths.
 """
 
-import inspect
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
@@ -22,11 +20,10 @@ from typing import Any, Literal
 from pydantic import GetCoreSchemaHandler
 from pydantic_core.core_schema import no_info_after_validator_function
 
-from reproduction.errors import OneLineError, UserError, first_line, nearest, of_library
+from reproduction.errors import OneLineError, UserError, first_line, of_library
 
 PATH = re.compile(r"(?a)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 FORM = "package.module:factory"
-WHERE = "a module must be installed, or lie in the folder of the command, or in PYTHONPATH"
 
 
 class Refused(ValueError):
@@ -81,15 +78,6 @@ class FunctionKey:
         """Returns what is typed to choose this."""
         return f"{self.typed_key}={chosen}"
 
-    @property
-    def allowed(self) -> str:
-        names = ", ".join(self.ours)
-        return f"{names} or {FORM}" if names else FORM
-
-    def takes(self, chosen: Any) -> bool:
-        """Whether this is a name of ours, or has the form of a path."""
-        return isinstance(chosen, str) and PATH.fullmatch(self.path(chosen)) is not None
-
     def path(self, chosen: str) -> str:
         """Returns the path that a name stands for, or that stands here itself."""
         return self.ours.get(chosen, chosen)
@@ -100,8 +88,9 @@ class FunctionKey:
 
     def checked(self, chosen: str) -> str:
         """Returns a name of ours or a path; ValueError for anything else."""
-        if not self.takes(chosen):
-            raise ValueError(f"must be {self.allowed}")
+        if not isinstance(chosen, str) or not PATH.fullmatch(self.path(chosen)):
+            names = ", ".join([*self.ours, FORM])
+            raise ValueError(f"must be one of {names}")
         return chosen
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> Any:
@@ -109,40 +98,17 @@ class FunctionKey:
         return no_info_after_validator_function(self.checked, handler(kind))
 
     def factory(self, chosen: str) -> Callable[..., Any]:
-        """Returns the factory of a name or a path; Refused if its module has none."""
+        """Returns the factory of a name or a path."""
         path = self.path(chosen)
         found: Any = module_of(path)
         for name in path.partition(":")[2].split("."):
-            if not hasattr(found, name):
-                place = getattr(found, "__file__", found)
-                raise Refused(f"{place} has no {name}{nearest(name, dir(found))}")
             found = getattr(found, name)
-        if not callable(found):
-            raise Refused("is no function")
         return found
 
-    def prepared(
-        self, chosen: str, options: Mapping[str, Any], *given: Any, **named: Any
-    ) -> Callable[[], Any]:
-        """Returns a call of the factory; Refused for an option that it does not take."""
-        factory = self.factory(chosen)
-        call = partial(factory, *given, **named, **options)
-        try:
-            signature = inspect.signature(factory)
-        except ValueError:  # of code that is not Python
-            return call
-        try:
-            signature.bind(*given, **named, **options)
-        except TypeError as error:
-            taken = ", ".join([*signature.parameters][len(given) :]) or "none"
-            text = str(error).removeprefix("inspect.Signature.bind() ")
-            raise Refused(f"{text}; its arguments are {taken}") from error
-        return call
-
-    def made(self, chosen: str, options: Mapping[str, Any], *given: Any) -> Any:
+    def made(self, chosen: str, options: Mapping[str, Any]) -> Any:
         """Returns what the factory makes of the options; UserError if it makes nothing."""
         with self.refusing(chosen):
-            return self.prepared(chosen, options, *given)()
+            return self.factory(chosen)(**options)
 
     @contextmanager
     def refusing(self, chosen: str, override: str = "") -> Iterator[None]:
@@ -154,8 +120,6 @@ class FunctionKey:
             raise
         except Refused as error:
             raise UserError(f"{override}: {error}") from error
-        except ModuleNotFoundError as error:
-            raise UserError(f"{override}: {error}; {WHERE}") from error
         except Exception as error:  # from any code
             told = placed(error) if self.is_own(chosen) else first_line(error)
             raise of_library(error, override, told) from error

@@ -1,14 +1,15 @@
-"""What is said of overrides and files that Hydra refuses: one line, which names what is allowed."""
+"""What is said of overrides and files that Hydra refuses: one line, which names them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from traceback import walk_tb
 
 from hydra.errors import HydraException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from reproduction.errors import UserError, nearest
+from reproduction.errors import UserError
 
 ERRORS = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
 
@@ -24,7 +25,7 @@ def hydra_errors(*overrides: str) -> Iterator[None]:
         is_ours = isinstance(error, UserError | BrokenPipeError)
         if is_ours or not (isinstance(error, ERRORS) or is_of_hydra):
             raise
-        text = f"{error}{_near_key(error.__cause__)}"
+        text = f"{error}{_near_key(error.__cause__ or error)}"
         if overrides and not any(
             override.lstrip("+~").partition("=")[0] in text for override in overrides
         ):
@@ -32,10 +33,11 @@ def hydra_errors(*overrides: str) -> Iterator[None]:
         raise UserError(text) from error
 
 
-def _near_key(cause: BaseException | None) -> str:
+def _near_key(cause: BaseException) -> str:
     """Says which key may be meant by one that is not in the configuration."""
     if not isinstance(cause, ConfigAttributeError | ConfigKeyError) or cause.parent_node is None:
         return ""
     group, dot, _ = str(cause.full_key).rpartition(".")
     names = [f"{group}{dot}{name}" for name in cause.parent_node]
-    return nearest(str(cause.full_key), names)
+    near = get_close_matches(str(cause.full_key), names, n=1)
+    return f", perhaps {near[0]}" if near else ""

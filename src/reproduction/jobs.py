@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from types import FrameType
 
 from reproduction.compose import RunPlan, hydra_arguments
 from reproduction.config import TRAIN
-from reproduction.errors import OneLineError, PlainError, UserError, say
+from reproduction.errors import PlainError, say
 from reproduction.machine import CORES, usable_cores
 
 Environment = dict[str, str]
@@ -70,7 +69,7 @@ def environments(jobs: int, devices: int) -> Iterator[Environment]:
         }
 
 
-def in_processes(plans: Sequence[RunPlan], jobs: int) -> Iterator[OneLineError | None]:
+def in_processes(plans: Sequence[RunPlan], jobs: int) -> Iterator[PlainError | None]:
     """Trains runs by train.py, `jobs` at a time; their output goes to OUTPUTS/.logs.
 
     Yields the error of each or None, and raises KeyboardInterrupt after a signal.
@@ -90,7 +89,7 @@ def in_processes(plans: Sequence[RunPlan], jobs: int) -> Iterator[OneLineError |
         for process in list(running):
             process.send_signal(signum)  # saves after its step, or ends at a second Ctrl-C
 
-    def train_apart(plan: RunPlan) -> OneLineError | None:
+    def train_apart(plan: RunPlan) -> PlainError | None:
         path = plan.folder.path
         log_path = logs / f"{path.name}.log"
         environment = free.get()
@@ -99,7 +98,6 @@ def in_processes(plans: Sequence[RunPlan], jobs: int) -> Iterator[OneLineError |
                 return None
             say(str(path))
             with log_path.open("ab") as log:
-                begin = log.tell()
                 process = subprocess.Popen(
                     [sys.executable, TRAIN, *hydra_arguments(path), *plan.overrides],
                     stdin=subprocess.DEVNULL,
@@ -117,14 +115,7 @@ def in_processes(plans: Sequence[RunPlan], jobs: int) -> Iterator[OneLineError |
             free.put(environment)
         if status == 0 or signals:
             return None
-        if status < 0:
-            return PlainError(f"{path}: ended by {signal.Signals(-status).name}")
-        line = log_path.read_bytes()[begin:].decode(errors="replace").strip().rpartition("\n")[2]
-        if not line.startswith(f"{TRAIN.name}: "):
-            line = f"{path}: ended with status {status}; its output is in {log_path}"
-        error = PlainError(line.removeprefix(f"{TRAIN.name}: "))
-        error.status = UserError.status if status == UserError.status else PlainError.status
-        return error
+        return PlainError(f"{path}: ended with status {status}; its output is in {log_path}")
 
     logs.mkdir(parents=True, exist_ok=True)
     say(f"{jobs} runs at a time, logs in {logs}")

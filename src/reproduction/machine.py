@@ -3,10 +3,7 @@
 import ctypes
 import os
 import platform
-import re
 import subprocess
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 CORES = "LOKY_MAX_CPU_COUNT"  # environment variable: cores for this run, if several run at a time
@@ -59,35 +56,18 @@ def hardware_name(device: str) -> str:
 
         if torch.cuda.is_available():
             return torch.cuda.get_device_name()
-    name = platform.processor() or platform.machine()
-    with suppress(OSError):  # Linux only
-        model = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
-        if model is not None:
-            name = model[1]
-    return f"{name} ({usable_cores()} cores)"
+    return f"{platform.processor() or platform.machine()} ({usable_cores()} cores)"
 
 
 def git_revision() -> str | None:
     """The commit of this code, with `-dirty` if files have changed; None outside a repository."""
-    here = Path(__file__)
-    # git exports GIT_DIR and others to its hooks: those would name another repository
-    environment = {name: x for name, x in os.environ.items() if not name.startswith("GIT_")}
-    git = partial(
-        subprocess.run,
-        cwd=here.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    here = Path(__file__).parent
     try:
-        # an installed package may lie in the repository of another project
-        git(["git", "ls-files", "--error-unmatch", here.name])
-        return git(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        ).stdout.strip()
+        answer = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
+    return answer.stdout.strip()
 
 
 def keep_freed_memory() -> None:

@@ -1,6 +1,5 @@
 """A mistake ends with status 2 and one line that names it, and leaves nothing behind."""
 
-import re
 import shlex
 from contextlib import chdir
 from pathlib import Path
@@ -13,7 +12,6 @@ import yaml
 from tests import programs
 from tests.images import write_images
 from tests.programs import (
-    ROOT,
     SHORT,
     SMALL,
     Run,
@@ -118,17 +116,3 @@ def test_a_run_outlives_its_terminal(here: Path):
         eventually(lambda: process.poll() is not None)
     assert process.returncode == 0
     assert Run("outputs/mine").summary["status"] == "finished"
-
-
-FILES_OF_KEYS = ["augmentation/*", "dataset/*", "logger/*", "model/*", "recipe/*", "train"]
-
-
-@pytest.mark.parametrize("files", FILES_OF_KEYS)
-def test_every_key_has_a_comment_in_one_file_of_its_group(files: str):
-    text = ""
-    for path in (ROOT / "conf").glob(f"{files}.yaml"):
-        text += re.sub(r"(?ms)^(defaults|hydra):.*?(?=^\S|\Z)", "", path.read_text()) + "\n"
-    keys = re.findall(r"^ *(\w+): +[^ #\n].*?( #.*)?$", text, re.MULTILINE)
-    commented = {key for key, comment in keys if comment}
-    assert commented
-    assert {key for key, _ in keys} == commented

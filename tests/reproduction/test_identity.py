@@ -7,14 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import yaml
 
 from reproduction.config import DATA, HTM_RULES, LOSS, MODEL, OPTIMIZER
-from reproduction.training import run as training
-from tests.images import OWN, disturbed, write_images
+from tests.images import write_images
 from tests.programs import (
     ROOT,
     SHORT,
@@ -174,36 +172,6 @@ def test_an_edited_configuration_does_not_make_another_run_of_one_that_was_train
     assert snapshot() == before
     edit(run, "recipe.epochs", 2)
     assert_succeeded(train(SMALL, "name=mine", "resume=auto"))
-
-
-def test_a_configuration_that_is_edited_while_it_trains_is_not_gone_on_with(here: Path):
-    words = (SHORT, OWN, "+dataset.options.train=60", "name=mine", "resume=auto")
-    with disturbed("interrupt", at=70):
-        assert train(words).status == 130
-    run = Run("outputs/mine")
-    edit(run, "recipe.lr", 0.1)
-    for lr in (0.1, 0.002):
-        refused = train(words, f"recipe.lr={lr}")
-        assert_refused(refused, "config.yaml", "was changed")
-    edit(run, "recipe.lr", 0.002)
-    assert_succeeded(train(words))
-
-
-def test_each_start_of_a_run_is_recorded(here: Path):
-    """With the code that it ran: one that was changed stands in tables as such."""
-    words = (SHORT, OWN, "+dataset.options.train=60", "name=mine", "resume=auto")
-    revisions = ("0123456789abcdef-dirty", "fedcba9876543210")
-    with mock.patch.object(training, "git_revision", side_effect=revisions):
-        with disturbed("interrupt", at=70):
-            assert train(words).status == 130
-        assert_succeeded(train(words))
-    starts = Run("outputs/mine").summary["starts"]
-    assert [start["git_revision"] for start in starts] == [*revisions]
-    assert [start["step"] for start in starts] == [0, 3]
-    for start in starts:
-        assert start.keys() == {"step", "began", "git_revision", "versions", "hardware", "threads"}
-    table = script("runs", "outputs").out
-    assert "git 0123456789-dirty, fedcba9876" in table
 
 
 SPELLINGS = [

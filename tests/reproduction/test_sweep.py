@@ -11,7 +11,6 @@ from typing import Any
 import pandas as pd
 import pytest
 import yaml
-from hydra._internal.utils import get_args_parser
 
 from reproduction.compose import plan_run
 from reproduction.errors import PlainError, UserError
@@ -147,9 +146,6 @@ def test_a_study_that_changes_while_it_runs_is_the_one_that_began(monkeypatch: A
     assert top1.loc["high", "pairs"] == 1
 
 
-# --- names of files ------------------------------------------------------------------------------
-
-
 # --- words ---------------------------------------------------------------------------------------
 
 
@@ -193,13 +189,6 @@ def test_the_files_of_a_command_reach_its_jobs_and_its_record(conf: Path, jobs: 
     shutil.move("outputs/mine", "first")
     assert_succeeded(train(again[2:]))
     assert Run("outputs/mine").config == run.config | Run("first").config
-
-
-def test_every_flag_of_hydra_is_known():
-    """A flag that chooses files must reach the jobs; the others end, or say how to run."""
-    flags = {action.dest for action in get_args_parser()._actions if action.nargs is None}
-    choosing = {"config_path", "config_name", "config_dir"}
-    assert flags == choosing | {"cfg", "package", "experimental_rerun"}
 
 
 # --- jobs as Hydra runs them ---------------------------------------------------------------------

@@ -48,7 +48,7 @@ def of(command: Any) -> Any:
     return path, rows, seeds or default, scale, last
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(COMMANDS, COMMANDS, st.integers(0, 5))
 def test_names_are_equal_exactly_if_what_they_are_of_is(one: Any, other: Any, same: int):
     """Two commands that have all parts in common but one, or the same words in another order."""
@@ -89,7 +89,7 @@ GRID = [
 ]
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.sets(st.integers(0, len(GRID) - 1), min_size=2, max_size=6))
 def test_rows_that_are_compared_differ_in_the_named_key_alone(model: Run, places: set[int]):
     """The accuracies are powers of two, so that a difference tells its pair of rows."""

@@ -5,6 +5,7 @@ all machines must see this folder and the folders of these tests.
 """
 
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -18,10 +19,16 @@ from tests.programs import (
     ROOT,
     SMALL,
     Run,
+    assert_refused,
+    assert_succeeded,
+    ended,
     eventually,
     line_of,
     same,
+    script,
+    started,
     statuses,
+    train,
     trained,
 )
 
@@ -50,11 +57,19 @@ LONG = (
     "dataset.workers=0",
     "resume=auto",
 )
+SUBMITIT = (
+    "-m",
+    "hydra/launcher=submitit_slurm",
+    f"hydra.launcher.partition={LOW}",
+    "hydra.launcher.cpus_per_task=1",
+    "hydra.launcher.array_parallelism=2",
+)
 
 
 @pytest.fixture(autouse=True)
-def cancelled(here: Path) -> Iterator[None]:
-    """Ends the jobs that a failed test leaves."""
+def cancelled(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets jobs find this code, and ends those that a failed test leaves."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
     yield
     told("scancel", "--me")
     eventually(lambda: not queue())
@@ -97,13 +112,85 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return trained(LONG, name="whole", root=tmp_path_factory.mktemp("whole"))
 
 
-# --- what ends a job, and not its run ------------------------------------------------------------
+def submitted(*changes: str, minutes: int = 60) -> str:
+    """Submits the batch file of the page for a run of a study, and returns its array."""
+    Path("mine.yaml").write_text("{title: One, rows: {mine: ['augmentation=[htm,vtm]']}, seeds: 1}")
+    (batch,) = codes((ROOT / "docs/clusters.md").read_text(), "bash")
+    replaced = {
+        "--array=0-23": "--array=0-0",
+        "#SBATCH --gpus-per-node": "# no",
+        "--time=24:00:00": f"--time={minutes}",
+        "=8": "=1",
+        ".venv/bin/python": sys.executable,
+        "table1 task": f"mine.yaml {' '.join(line_of((LONG, changes)))} name=mine task",
+    }
+    for old, new in replaced.items():
+        assert old in batch
+        batch = batch.replace(old, new)
+    Path("batch").write_text(batch)
+    return told("sbatch", "--parsable", f"-p{LOW}", "batch").strip()
 
 
-# --- what ends a run -----------------------------------------------------------------------------
+def take_down(job: str) -> None:
+    """Lets the node of a job die."""
+    node = f"NodeName={node_of(job)}"
+    told("scontrol", "update", node, "State=DOWN", "Reason=test")
+    back = ["scontrol", "update", node, "State=RESUME"]
+    subprocess.run(back, capture_output=True, check=False)  # it may have returned by itself
 
 
-# --- who submits ---------------------------------------------------------------------------------
+EVENTS = {
+    "preemption": preempt,
+    "requeue": lambda job: told("scontrol", "requeue", job),
+    "the death of a node": take_down,
+}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_what_ends_a_job_of_the_batch_file_does_not_end_its_run(event: str, whole: Run):
+    array = submitted()
+    job = begun("mine")
+    assert job == f"{array}_0"
+    EVENTS[event](job)
+    eventually(lambda: job not in queue())
+    assert same(Run("outputs/mine"), whole) == []
+    assert len(accounted(job)) == 2
+    assert accounted(job)[-1] == "COMPLETED|0:0"
+
+
+def test_a_run_of_the_batch_file_ends_in_spite_of_its_time_limit():
+    longer = "recipe.epochs=800"
+    job = f"{submitted(longer, minutes=4)}_0"
+    eventually(lambda: job not in queue(), patience=1200)
+    assert same(Run("outputs/mine"), trained(LONG, longer, name="whole", root="other")) == []
+    assert len(Run("outputs/mine").summary["starts"]) > 1
+
+
+def test_scancel_ends_a_run_of_the_batch_file():
+    submitted()
+    job = begun("mine")
+    told("scancel", job)
+    eventually(lambda: job not in queue())
+    assert statuses() == ["interrupted"]
+
+
+def test_a_sweep_by_submitit_goes_on_after_ctrl_c_and_scancel(whole: Run):
+    """Two at a time, so that others wait; a login node has no GPU, and checks for none."""
+    sweep = (SUBMITIT, LONG, "name=mine,b,c,d")
+    with started(sweep) as process:
+        begun("mine")
+        process.send_signal(signal.SIGINT)
+        assert ended(process).status == 130
+    assert "running" in script("runs", "outputs").out
+    refused = train("name=mine", LONG)
+    assert_refused(refused, "is training outputs/mine")
+    told("scancel", "--me")
+    eventually(lambda: not queue())
+    assert statuses()[-1] == "interrupted"
+    with started(sweep) as process:
+        result = ended(process, 1200)
+    assert_succeeded(result, "4 of 4 runs are finished")
+    assert same(Run("outputs/mine"), whole) == []
 
 
 def test_several_tasks_of_a_run_are_refused():
@@ -112,39 +199,3 @@ def test_several_tasks_of_a_run_are_refused():
     tasks = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "is training outputs/mine" in tasks.stderr
     assert statuses() == ["finished"]
-
-
-# --- without submitit ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("event", ["preempted", "scancel"])
-def test_the_batch_file_of_the_page_tells_preemption_from_scancel(
-    event: str, whole: Run, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
-    Path("mine.yaml").write_text("{title: One, rows: {mine: ['augmentation=[htm,vtm]']}, seeds: 1}")
-    (batch,) = codes((ROOT / "docs/clusters.md").read_text(), "bash")
-    replaced = {
-        "--array=0-23": "--array=0-0",
-        "#SBATCH --gpus-per-node": "# no",
-        "=8": "=1",
-        ".venv/bin/python": sys.executable,
-        "table1 task": f"mine.yaml {' '.join(line_of(LONG))} name=mine task",
-    }
-    for old, new in replaced.items():
-        assert old in batch
-        batch = batch.replace(old, new)
-    Path("batch").write_text(batch)
-    array = told("sbatch", "--parsable", f"-p{LOW}", "batch").strip()
-    job = begun("mine")
-    assert job == f"{array}_0"
-    if event == "preempted":
-        preempt(job)
-    else:
-        told("scancel", job)
-    eventually(lambda: job not in queue())
-    if event == "preempted":
-        assert same(Run("outputs/mine"), whole) == []
-        assert accounted(job) == ["REQUEUED|0:0", "COMPLETED|0:0"]
-    else:
-        assert statuses() == ["interrupted"]

@@ -9,7 +9,6 @@ is read for its class, and if it has `classes`, these are the names of integers.
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -54,11 +53,6 @@ def opened(dataset: Dataset) -> Data:
     return data
 
 
-def check_source(dataset: Dataset) -> None:
-    """Raises UserError if the function of a data set is not there, or takes other arguments."""
-    _prepared(Asked.of(dataset))
-
-
 @dataclass(frozen=True)
 class Asked:
     """What decides which images a function returns."""
@@ -84,18 +78,11 @@ class Asked:
 @lru_cache(maxsize=1)
 def _call_source(asked: Asked) -> Data:
     """Calls the function of a data set; the last result is for all runs of a sweep."""
-    function = _prepared(asked)
-    with DATA.refusing(asked.source, asked.override):
-        return _labelled(list(function()))
-
-
-def _prepared(asked: Asked) -> Callable[[], Any]:
-    """Returns the function of a data set with its arguments."""
     options = asked.options
     if asked.root is not None:
         options = {**options, "root": asked.root}
     with DATA.refusing(asked.source, asked.override):
-        return DATA.prepared(asked.source, options)
+        return _labelled([*DATA.factory(asked.source)(**options)])
 
 
 def _labelled(parts: list[Items]) -> Data:

@@ -65,7 +65,7 @@ def build_with_adapter(config: AnyModel, num_classes: int) -> tuple[nn.Module, A
     """Builds the plain model; one of one's own may come with its adapter."""
     if isinstance(config, Own):
         with MODEL.refusing(config.source):
-            made = MODEL.prepared(config.source, config.options, num_classes=num_classes)()
+            made = MODEL.factory(config.source)(num_classes=num_classes, **config.options)
         if isinstance(made, tuple):
             return made
         return made, None

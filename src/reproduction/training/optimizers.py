@@ -22,13 +22,9 @@ def build_optimizer(module: TokenMixup, recipe: Recipe) -> Optimizer:
     groups = groups_of(module, recipe.weight_decay, no_weight_decay_list=exempt)
     chosen = recipe.optimizer
     with OPTIMIZER.refusing(chosen):
-        return OPTIMIZER.prepared(
-            chosen,
-            recipe.optimizer_options,
-            groups,
-            lr=recipe.lr,
-            weight_decay=recipe.weight_decay,
-        )()
+        return OPTIMIZER.factory(chosen)(
+            groups, lr=recipe.lr, weight_decay=recipe.weight_decay, **recipe.optimizer_options
+        )
 
 
 def adamw(groups: Groups, lr: float, weight_decay: float, **options: Any) -> Optimizer:
