@@ -255,7 +255,7 @@ def counted(runs: Sequence[Run]) -> Counted:
         else:
             chosen[run.row_hash, run.seed] = run
             records[run.data_hash] = record
-    kept = sorted(chosen.values(), key=lambda run: (run.row_hash, run.seed))
+    kept = sorted(chosen.values(), key=lambda run: run.name)
     left_out = {run.path: reasons[run.path] for run in runs if run.path in reasons}
     return Counted(kept, left_out)
 

@@ -223,10 +223,14 @@ def swept_texts(overrides: Sequence[str]) -> list[str]:
 
 
 def short_names(keys: Sequence[str]) -> list[str]:
-    """Returns keys without their groups, unless two of them then look alike."""
-    names = [last_part(key) for key in keys]
-    if len(set(names)) < len(names):
-        return list(keys)
+    """Returns keys without their groups, but for those that would look alike."""
+    number = Counter(map(last_part, keys))
+    names = []
+    for key in keys:
+        name = last_part(key)
+        if number[name] > 1:
+            name = key.removeprefix("augmentation.")
+        names.append(name)
     return names
 
 

@@ -290,7 +290,7 @@ class Table:
     def _links(self, folder: Path) -> str:
         """Returns a list of the reports of the runs."""
         links = []
-        for run in sorted(self.counted.runs, key=lambda run: run.name):
+        for run in self.counted.runs:
             report = quote(os.path.relpath(run.path / "report.md", folder))
             links.append(f"- [{run.name}]({report})")
         return "\n".join(links)
@@ -407,7 +407,7 @@ def _by_settings(
     shared = [first[name] for name in NAMES if name not in heads]
     notes = []
     if shared:
-        notes.append(", ".join(shared))
+        notes.append(f"all runs: {', '.join(shared)}")
     if following:
         notes.append(f"differs as well: {', '.join(following)}")
     bases = dict[str, str]()
@@ -437,8 +437,6 @@ def _by_settings(
 
 def by_size(settings: pd.DataFrame, heads: list[str]) -> list[str]:
     """Returns the rows in the order of their values, as numbers."""
-    if not heads:
-        return list(settings.index)
     numbers = settings[heads].apply(pd.to_numeric, errors="coerce")
     return list(numbers.sort_values(heads).index)
 
