@@ -48,8 +48,6 @@ from reproduction.models.build import (
 from reproduction.models.cct import CCT  # noqa: F401
 from reproduction.reporting import report
 from reproduction.studies.study import planned
-from reproduction.training.ranks import World
-from reproduction.training.step import Trainer
 from scripts import bench
 from tests.images import read
 from tokenmixup import TokenMixup
@@ -479,15 +477,6 @@ class Step(NamedTuple):
 def build_trainer(*words: Words) -> Any:
     """The trainer of a run of these words, without its images."""
     return bench.build_trainer(line_of(words))
-
-
-def build_trainer_of(world: World, *words: Words, classes: int = 10) -> Any:
-    """The trainer of a rank."""
-    config = config_of(words)
-    torch.manual_seed(config.seed)
-    module = build_module(config.model, config.augmentation, classes)
-    names = [str(label) for label in range(classes)]
-    return Trainer(config, world, module, names, steps_per_epoch=1)
 
 
 def step(trainer: Any, batch: tuple[Tensor, Tensor]) -> Step:

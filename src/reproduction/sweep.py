@@ -115,7 +115,7 @@ class Sweep:
         outputs = Path(self.plans[0].config.output_root)
         written = []
         for table in self._tables([x for x in runs if x.status != NOT_STARTED]):
-            say(f"\n# {table.title}\n\n{table.markdown(is_short=True)}")
+            say(f"\n# {table.title}\n\n{table.markdown()}")
             written.append(table.write_page(outputs))
         if written:
             say(f"\nwritten to {', '.join(map(str, written))}; .csv has the numbers")

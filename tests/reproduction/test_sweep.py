@@ -5,16 +5,15 @@ import os
 import shlex
 import shutil
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
 import yaml
 
 from reproduction.compose import plan_run
-from reproduction.errors import PlainError, UserError
-from reproduction.sweep import Sweep, run_of
+from reproduction.sweep import run_of
 from tests.programs import (
     ROOT,
     SMALL,
@@ -23,7 +22,6 @@ from tests.programs import (
     assert_succeeded,
     cells,
     config_of,
-    line_of,
     script,
     train,
 )
@@ -32,6 +30,7 @@ from tests.reproduction.finished import write
 pytestmark = pytest.mark.usefixtures("here")
 ONE = (SMALL, "recipe.epochs=1", "recipe.max_steps=1")
 TAU = "augmentation.htm.tau"
+RHO = "augmentation.htm.rho"
 
 
 def composed(model: Run, name: str, *words: str, top1: float = 50.0) -> None:
@@ -69,6 +68,31 @@ def test_a_method_is_compared_with_its_absence(model: Run):
     composed(model, "htm", "augmentation=[htm]", f"{TAU}=0.2", top1=70.0)
     numbers, _ = table("--against", "mixing=none")
     assert numbers.difference.notna().sum() == 1
+
+
+GRID = [
+    {TAU: tau, RHO: rho, "dataset.limit": limit, "recipe.epochs": epochs}
+    for tau, rho, limit, epochs in product((1.0, 2.0), (0.0, "auto"), (None, 60), (1, 2))
+]
+
+
+def test_rows_that_are_compared_differ_in_the_named_key_alone(model: Run):
+    """The accuracies are powers of two, so that a difference tells its pair of rows."""
+    rows = [row for place, row in enumerate(GRID) if place not in (0, 3, 13)]
+    expected = set()
+    for i, row in enumerate(rows):
+        write(model, str(i), row, top1_last=float(2**i))
+        for j, base in enumerate(rows):
+            if [key for key in row if row[key] != base[key]] == [TAU] and base[TAU] == 1:
+                expected.add((2**i, 2**j))
+    assert 0 < len(expected) < [row[TAU] for row in rows].count(2.0)  # some are not compared
+    numbers, text = table("--against", "tau=1")
+    assert len(numbers) == len(rows)
+    compared = numbers[numbers.difference.notna()]
+    bases = compared["mean"] - compared.difference
+    assert set(zip(compared["mean"], bases, strict=True)) == expected
+    titles, *lines = cells(text)
+    assert len({tuple(line[: titles.index("n")]) for line in lines}) == len(rows)
 
 
 def test_columns_have_names_that_are_unique(model: Run):
@@ -113,40 +137,7 @@ def test_a_key_that_a_row_is_about_cannot_be_set_for_all(study: str, word: str, 
     assert_refused(script("reproduce", study, word, "--no-train"), word, row)
 
 
-def test_another_override_is_said_above_the_table():
-    Path("mine.yaml").write_text(ROWS)
-    assert_succeeded(script("reproduce", "mine.yaml", "recipe.weight_decay=0.5"))
-    (page,) = Path("outputs/report").glob("*.md")
-    assert "With `recipe.weight_decay=0.5`; seeds 0." in page.read_text()
-
-
-# --- the study is read once ----------------------------------------------------------------------
-
-RENAMING = """
-from pathlib import Path
-from reproduction.data import sources
-
-def load(**options):
-    path = Path("mine.yaml")
-    path.write_text(path.read_text().replace("high", "other"))
-    return sources.digits(**options)
-"""
-
-
-def test_a_study_that_changes_while_it_runs_is_the_one_that_began(monkeypatch: Any):
-    monkeypatch.syspath_prepend(str(Path.cwd()))
-    Path("renaming.py").write_text(RENAMING)
-    rows = ROWS.replace("[model", "[dataset=custom, 'dataset.source=renaming:load', model")
-    Path("mine.yaml").write_text(rows)
-    assert_succeeded(script("reproduce", "mine.yaml"), "2 of 2 runs are finished")
-    assert "other" in Path("mine.yaml").read_text()
-    (path,) = Path("outputs/report").glob("*.csv")
-    numbers = pd.read_csv(path)
-    top1 = numbers[numbers.outcome == "top1"].set_index("row")
-    assert top1.loc["high", "pairs"] == 1
-
-
-# --- words ---------------------------------------------------------------------------------------
+# --- overrides -----------------------------------------------------------------------------------
 
 
 def test_a_folder_with_the_run_of_another_seed_is_not_the_points(model: Run):
@@ -154,14 +145,6 @@ def test_a_folder_with_the_run_of_another_seed_is_not_the_points(model: Run):
     words = [*SMALL, "augmentation=[htm]", "recipe.max_steps=1", "name=mine"]
     found = [run_of(plan_run([*words, f"seed={seed}"])).status for seed in (0, 1)]
     assert found == ["not started", "finished"]
-
-
-def test_a_sweep_ends_with_the_status_of_its_worst_error():
-    sweep = Sweep.over_keys(line_of(ONE))
-    for errors in ([PlainError("one"), UserError("other")], [UserError("one"), PlainError("two")]):
-        with pytest.raises(SystemExit) as end:
-            sweep.conclude(errors)
-        assert end.value.code == UserError.status
 
 
 def test_a_later_value_replaces_a_list_of_values():

@@ -31,6 +31,7 @@ def draw(path: Path, lines: pd.DataFrame, outcome: Outcome, keys: Sequence[str])
         axes.margins(y=0.5 / len(lines))
         axes.grid(axis="y", alpha=0.3)
         axes.set_xlabel(label)
+        axes.set_title(lines.column.iloc[0])
         axes.figure.legend(loc="outside upper center", ncols=2, fontsize=9)
 
 
@@ -39,11 +40,13 @@ def draw_sweep(axes: Any, lines: pd.DataFrame, keys: Sequence[str]) -> None:
     *others, key = keys
     swept = lines[lines[key] != "-"]
     order = pd.to_numeric(swept[key], errors="coerce").sort_values().index
-    axes.xaxis.update_units([*swept[key][order]])  # numbers by size, evenly spaced
+    values = list(swept[key][order].unique())  # numbers by size, evenly spaced
+    axes.set_xticks(range(len(values)), values)
     for names, line in swept.loc[order].groupby(["row", *others], sort=False):
         parts = [f"{x.rpartition('.')[2]}={y}" for x, y in zip(others, names[1:], strict=True)]
         label = ", ".join(filter(None, [names[0], *parts]))
-        axes.errorbar(line[key], line["mean"], yerr=margins(line), fmt="o-", label=label, **BARS)
+        places = line[key].map(values.index)
+        axes.errorbar(places, line["mean"], yerr=margins(line), fmt="o-", label=label, **BARS)
     for row in lines[lines[key] == "-"].itertuples():
         axes.axhline(row.mean, linestyle="--", color=VERMILION, label=f"{row.text} (n = {row.n})")
     if len(axes.get_legend_handles_labels()[1]) > 1:

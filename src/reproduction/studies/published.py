@@ -49,11 +49,12 @@ HOW = f"""\
 
 {HOW_TO_READ}
 
-The last table has no tests: its differences were not among what is compared, nor were those that
-are `untested`. So few pairs find only a difference that is large compared with its spread: no test
-shows that two rows are equal, and nothing follows for other models, data, training lengths or
-settings, including the paper's. All seeds of a study learn the same images: they differ in initial
-weights, order and augmentation, so deviations and intervals say nothing of the choice of images.
+The last table has no tests, as its differences were not among what is compared, nor were those that
+are `untested`; they are from the rows that the first tables name. So few pairs find only a
+difference that is large compared with its spread: no test shows that two rows are equal, and
+nothing follows for other models, data, training lengths or settings, including the paper's. All
+seeds of a study learn the same images: they differ in initial weights, order and augmentation, so
+deviations and intervals say nothing of the choice of images.
 
 ## How to check a line
 

@@ -13,12 +13,10 @@ from reproduction.identity import digest, row_hash, settings
 
 STACK_KEY = "augmentation.mixing"  # the names of the stack, as if they were a setting
 FEW_CLASSES = 5  # of which all are among the best five
-LAST_EPOCHS = 10  # some protocols report the best of them
 MEASURES = (  # of a run, beside its outcomes; tables have their means
     "top1_last",
     "top1_median10",
     "top1_best",
-    "top1_best10",
     "top1_selected",
     "easy_share",
     "easy_tokens",
@@ -44,9 +42,9 @@ class Outcome:
         return f"{self.measure} on {self.split}"
 
 
-def on_both(measure: str, title: str, **text: Any) -> tuple[Outcome, Outcome]:
+def on_both(measure: str, title: str, **how: str) -> tuple[Outcome, Outcome]:
     """Returns the outcomes of a measure, on the test set and on the validation split."""
-    on_test = Outcome(measure=measure, split="test", title=title, **text)
+    on_test = Outcome(measure=measure, split="test", title=title, **how)
     return on_test, replace(on_test, split="validation", title=f"validation {title}")
 
 
@@ -58,7 +56,6 @@ def of_metric(name: str) -> tuple[Outcome, Outcome]:
 ON_TEST, ON_VALIDATION = on_both("top1", "top-1")
 TOP5, TOP5_ON_VALIDATION = on_both("top5", "top-5")
 LOSS, LOSS_ON_VALIDATION = on_both("loss", "loss", unit="nats", gap="nats", spec=".3f")
-LOSS = replace(LOSS, title="held-out loss")
 OUTCOMES = (ON_TEST, LOSS, TOP5, ON_VALIDATION, LOSS_ON_VALIDATION, TOP5_ON_VALIDATION)
 
 
@@ -199,10 +196,6 @@ def _measures(summary: Mapping[str, Any], config: Config) -> dict[str, float]:
     found = {name: summary.get(name) for name in MEASURES}
     if config.augmentation.htm is None:
         found |= {"easy_share": None, "mixed_share": None}
-    first = summary["epochs"] - LAST_EPOCHS
-    log = summary.get("log") or []
-    late = [line["top1"] for line in log if "top1" in line and line.get("epoch", 0) > first]
-    found["top1_best10"] = max(late, default=None)
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
@@ -262,7 +255,7 @@ def counted(runs: Sequence[Run]) -> Counted:
         else:
             chosen[run.row_hash, run.seed] = run
             records[run.data_hash] = record
-    kept = sorted(chosen.values(), key=lambda run: (run.row_hash, run.seed))
+    kept = sorted(chosen.values(), key=lambda run: run.name)
     left_out = {run.path: reasons[run.path] for run in runs if run.path in reasons}
     return Counted(kept, left_out)
 

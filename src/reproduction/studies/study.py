@@ -51,8 +51,8 @@ PAPERS = (
 )
 OWN_KEYS = ("seed", "devices", "name", "output_root", "resume")  # of a run, not of a study
 WARNING = """\
-WARNING: these runs are not those that the study names. No value here may be compared with a \
-printed one, and none is shown."""
+WARNING: these are the rows of the study with other settings, so their values must not be compared \
+with printed ones."""
 FULL = "full"
 SMOKE = "smoke"
 SCALES = (FULL, SMOKE)
@@ -120,19 +120,7 @@ class Study:
     # The outcome by which rows are tested; without it the accuracy, as `judged_by` chooses.
     tested: Annotated[Outcome | None, BeforeValidator(_tested)] = None
     smoke: list[str] = Field(default_factory=list)  # more overrides, at this scale
-    source: str = ""  # of what is quoted
-    quoted: dict[str, dict[str, Printed]] = Field(default_factory=dict)  # by row and column
-    figures: dict[str, str] = Field(default_factory=dict)  # title -> ROW/PICTURE of its first run
     notes: list[str] = Field(default_factory=list)
-
-    @property
-    def quotes(self) -> list[tuple[str, str, Printed]]:
-        """What is quoted: row, column and values."""
-        found = []
-        for row, columns in self.quoted.items():
-            for column, printed in columns.items():
-                found.append((row, column, printed))
-        return found
 
     def __post_init__(self) -> None:
         for name, row in self.rows.items():
@@ -159,10 +147,8 @@ def studies(name: str) -> dict[str, Study]:
     study = read(PAPER_FOLDER / f"{table}.yaml")
     if row and row not in study.rows:
         raise UserError(f"study={name}: must be one of {', '.join(study.rows)}")
-    if row:  # alone: `against` and `figures` would name rows that are not there
-        alone = {row: replace(study.rows[row], against=None)}
-        figures = {x: y for x, y in study.figures.items() if y.startswith(f"{row}/")}
-        study = replace(study, rows=alone, figures=figures)
+    if row:  # alone, so there is none that it could be compared with
+        study = replace(study, rows={row: replace(study.rows[row], against=None)})
     return {table: study}
 
 
@@ -237,10 +223,14 @@ def swept_texts(overrides: Sequence[str]) -> list[str]:
 
 
 def short_names(keys: Sequence[str]) -> list[str]:
-    """Returns keys without their groups, unless two of them then look alike."""
-    names = [last_part(key) for key in keys]
-    if len(set(names)) < len(names):
-        return list(keys)
+    """Returns keys without their groups, but for those that would look alike."""
+    number = Counter(map(last_part, keys))
+    names = []
+    for key in keys:
+        name = last_part(key)
+        if number[name] > 1:
+            name = key.removeprefix("augmentation.")
+        names.append(name)
     return names
 
 
@@ -271,7 +261,6 @@ class Part:
     name: str  # of the study: table1, or the path of a file
     study: Study
     is_whole_of_the_paper: bool  # all of one of its studies, as it has it
-    scale: str
     cells: list[Cell]
     pairs: Mapping[str, str]  # label of a cell -> of the one that it is compared with
     configs: Mapping[str, Config]  # of each cell, by its label
@@ -282,30 +271,6 @@ class Part:
     def row_hashes(self) -> dict[str, str]:
         """What the runs of the seeds of each cell share, by its label."""
         return {label: row_hash(config) for label, config in self.configs.items()}
-
-    @property
-    def texts(self) -> dict[str, str]:
-        """What a table shows of each cell, by its label; of equal texts also the row's name.
-
-        A row whose run is another row's says so.
-        """
-        places = Counter((cell.told.column, cell.text) for cell in self.cells)
-        firsts: dict[str, str] = {}  # by hash, the first row of a run
-        found = {}
-        for cell in self.cells:
-            text = cell.text
-            if places[cell.told.column, cell.text] > 1:
-                text = f"{text} ({cell.row})"
-            run = self.row_hashes[cell.label]
-            if run in firsts:
-                text = f"{text} (the run of {firsts[run]})"
-            firsts.setdefault(run, cell.name)
-            found[cell.label] = text
-        return found
-
-    @property
-    def num_runs(self) -> int:
-        return len(set(self.row_hashes.values())) * len(self.seeds)
 
     @property
     def file(self) -> str:
@@ -385,7 +350,6 @@ def part_of(
         name=name,
         study=shown,
         is_whole_of_the_paper=is_paper and not changes and chosen == seeds_of(study, None, FULL),
-        scale=scale,
         cells=[replace(cell, told=shown.rows[cell.row]) for cell in trained],
         pairs=pairs,
         configs=configs,
@@ -398,7 +362,7 @@ def part_of(
 def unprinted(study: Study) -> Study:
     """Returns a study without what is printed of it, which other runs must not stand beside."""
     rows = {name: replace(row, printed={}) for name, row in study.rows.items()}
-    return replace(study, rows=rows, quoted={}, notes=[])
+    return replace(study, rows=rows, notes=[])
 
 
 def seeds_of(study: Study, seeds: int | None, scale: str) -> list[int]:

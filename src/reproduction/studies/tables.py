@@ -34,7 +34,7 @@ from reproduction.studies.runs import (
     judged_by,
     row_settings,
 )
-from reproduction.studies.study import Part, Printed, Study, short_names
+from reproduction.studies.study import Part, Printed, short_names
 
 REPORT = "report"  # the folder of tables beside the runs
 MOST_NAMED = 5  # runs that are not counted
@@ -42,15 +42,16 @@ NOTHING = "-"
 P = ".3f"  # the format of p-values
 LEAST_PAIRS = 3  # for a test: with two, the 95 % interval is +-12.7 standard errors
 ROUNDING = 1e-9  # in points or nats: differences that differ by less are equal
-COMPARED = ["pairs", "difference", "below", "low", "high", "p", "untestable"]
+COMPARED = ["pairs", "difference", "below", "low", "high", "p"]
 # Keys that stand for what comes with them: another model has other sizes, another stack other
 # settings of its methods.
 NAMES = ("model.name", "dataset.name", STACK_KEY)
 HOW_TO_READ = """\
-Mean +/- standard deviation over n seeds, after the last epoch, on the test set of CIFAR and the
-validation set of ImageNet. Difference: from the row that is named, over the seeds that both have
-(`pairs`, if they are fewer than n), with its 95 % interval, which is not corrected for the number
-of intervals. p: of a two-sided paired t-test, corrected by Holm for the other tests of the table.
+Mean and standard deviation over n seeds, after the last epoch, on the test set of CIFAR and the
+validation set of ImageNet. n is 0 for a row without a finished run. Difference: from the row that
+is named (other outcomes: from the same one), over the seeds that both have (`pairs`, if they are
+fewer than n), with its 95 % interval, which is not corrected for the number of intervals. p: of a
+two-sided paired t-test, from three pairs on, corrected by Holm for the other tests of the table.
 Paper: the printed value. Easy: the share of samples whose difficulty is below tau. Mixed: the share
 of samples in which HTM replaced a token. Both are means over training."""
 
@@ -61,13 +62,11 @@ of samples in which HTM replaced a token. Both are means over training."""
 class Row:
     """What is known of a row before there are numbers."""
 
-    key: str
-    row_hash: str = ""  # of its runs; a row that is quoted has none
-    study: str = ""
-    row: str = ""  # its name in the study
+    row_hash: str  # of its runs
+    row: str = ""  # its name in a study
     text: str = ""
     column: str = ""  # the title of the part of the table that has it
-    against: str | None = None  # the key of the row that it is compared with
+    against: str | None = None  # the hash of the row that it is compared with
     compared_with: str = NOTHING
     role: str = ""
     printed: Printed = field(default_factory=dict)
@@ -75,12 +74,14 @@ class Row:
     values: Mapping[str, Any] = field(default_factory=dict)  # by the keys that tell rows apart
 
 
-def frame_of(rows: Sequence[Row], keys: Sequence[str]) -> pd.DataFrame:
-    """Returns a frame of rows, with a column for each of these keys."""
-    frame = pd.DataFrame([asdict(row) for row in rows]).set_index("key")
+def numbers_of(
+    rows: Sequence[Row], keys: Sequence[str], runs: Sequence[Run], outcomes: Sequence[Outcome]
+) -> pd.DataFrame:
+    """Returns the numbers of rows for each outcome, the main one first."""
+    frame = pd.DataFrame([asdict(row) for row in rows]).drop(columns="values")
     for key in keys:
         frame[key] = [row.values.get(key, NOTHING) for row in rows]
-    return frame.drop(columns="values")
+    return pd.concat([judged(frame, runs, x, is_main=x == outcomes[0]) for x in outcomes])
 
 
 def judged(
@@ -90,51 +91,38 @@ def judged(
 
     A row that is `untested` has no p; one that is `primary` is not corrected for the others.
     """
-    values = by_seed(runs, outcome).reindex(columns=rows.row_hash)
-    values.columns = rows.index
-    numbers = rows.assign(
-        outcome=outcome.measure,
-        half=outcome.split,
-        n=values.count(),
-        mean=values.mean(),
-        std=values.std(),
-        printed=[printed.get(outcome.measure, nan) for printed in rows.printed],
-    )
+    columns = ["seed", "row_hash", "value", *MEASURES]
+    found = pd.DataFrame([values_of(run, outcome) for run in runs], columns=columns)
+    by_seed = found.pivot(index="seed", columns="row_hash", values="value").astype(float)
+    by_seed = by_seed.reindex(columns=rows.row_hash.unique())
+    numbers = rows.assign(outcome=outcome.measure, half=outcome.split)
+    numbers["n"] = rows.row_hash.map(by_seed.count())
+    numbers["mean"] = rows.row_hash.map(by_seed.mean())
+    numbers["std"] = rows.row_hash.map(by_seed.std())
+    numbers["printed"] = [printed.get(outcome.measure, nan) for printed in rows.printed]
     if outcome.split == "validation":  # papers print accuracies on the test set
         numbers["printed"] = nan
     bases = rows.against.dropna()
-    compared = [paired(values[key], values[base]) for key, base in bases.items()]
+    compared = [paired(by_seed[rows.row_hash[row]], by_seed[base]) for row, base in bases.items()]
     numbers = numbers.join(pd.DataFrame(compared, index=bases.index, columns=COMPARED))
     is_tested = is_main & (rows.role != "untested")
     numbers["p"] = numbers.p.astype(float).where(is_tested)
     numbers["p_holm"] = holm(numbers.p[rows.role == ""])
-    return numbers.join(means_of(runs), on="row_hash")
+    return numbers.join(found.groupby("row_hash")[[*MEASURES]].mean(), on="row_hash")
 
 
-def by_seed(runs: Sequence[Run], outcome: Outcome) -> pd.DataFrame:
-    """Returns the values of an outcome, a line for each seed, a column for each row's hash."""
-    found = [(run.seed, run.row_hash, run.outcomes.get(outcome, nan)) for run in runs]
-    values = pd.DataFrame(found, columns=["seed", "row_hash", "value"])
-    return values.pivot(index="seed", columns="row_hash", values="value").astype(float)
-
-
-def means_of(runs: Sequence[Run]) -> pd.DataFrame:
-    """Returns the means of what runs measured, by their rows' hash."""
-    columns = ["row_hash", *MEASURES]
-    measures = [run.measures | {"row_hash": run.row_hash} for run in runs]
-    return pd.DataFrame(measures, columns=columns).groupby("row_hash").mean()
+def values_of(run: Run, outcome: Outcome) -> dict[str, Any]:
+    """Returns an outcome of a run, and what it measured."""
+    value = run.outcomes.get(outcome, nan)
+    return {"seed": run.seed, "row_hash": run.row_hash, "value": value, **run.measures}
 
 
 def paired(ours: pd.Series, base: pd.Series) -> dict[str, Any]:
     """Compares values by seed. A test needs three pairs whose differences are not all equal."""
     gap = (ours - base).dropna()
     found = {"pairs": len(gap), "difference": gap.mean(), "below": (gap < 0).sum()}
-    if gap.empty:
+    if len(gap) < LEAST_PAIRS or gap.max() - gap.min() <= ROUNDING:
         return found
-    if len(gap) < LEAST_PAIRS:
-        return found | {"untestable": f"needs {LEAST_PAIRS} pairs"}
-    if gap.max() - gap.min() <= ROUNDING:
-        return found | {"untestable": "equal differences"}
     from scipy.stats import ttest_1samp  # takes seconds to import
 
     test = ttest_1samp(gap, 0)
@@ -170,21 +158,19 @@ def number(value: float, spec: str) -> str:
 def texts_of(lines: pd.DataFrame, outcome: Outcome) -> pd.DataFrame:
     """Returns lines of one outcome as text: what a row is compared with, and its difference."""
     signed = f"+{outcome.spec}"
-    mean = formatted(lines["mean"], outcome.spec)
-    deviation = " +/- " + formatted(lines["std"], outcome.spec)
-    interval = formatted(lines.low, signed) + " to " + formatted(lines.high, signed)
-    below = formatted(lines.below, ".0f") + " of " + formatted(lines.pairs, ".0f") + " pairs"
+    interval = "[" + formatted(lines.low, signed) + ", " + formatted(lines.high, signed) + "]"
+    below = formatted(lines.below, ".0f") + " of " + formatted(lines.pairs, ".0f")
     texts = pd.DataFrame(index=lines.index)
     texts["n"] = formatted(lines.n, "d")
-    texts["mean"] = mean + deviation.where(lines["std"].notna(), "")
+    texts["mean"] = formatted(lines["mean"], outcome.spec)
+    texts["std"] = formatted(lines["std"], outcome.spec)
     texts["paper [%]"] = formatted(lines.printed, ".2f")
     texts["compared with"] = lines.compared_with
     texts["pairs"] = formatted(lines.pairs.where(lines.pairs != lines.n), ".0f")
     texts["difference"] = formatted(lines.difference.astype(float), signed)
-    reason = lines.untestable.astype(object).fillna(NOTHING)
-    texts["95 % interval"] = interval.where(lines.low.notna(), reason)
+    texts["95 % interval"] = interval.where(lines.low.notna(), NOTHING)
     if outcome.measure == LOSS.measure:
-        texts["lower loss in"] = below.where(lines.pairs > 0, NOTHING)
+        texts["lower loss in [pairs]"] = below.where(lines.pairs > 0, NOTHING)
     return texts
 
 
@@ -212,9 +198,10 @@ def without_empty(texts: pd.DataFrame) -> pd.DataFrame:
 
 
 def as_markdown(texts: pd.DataFrame) -> str:
-    """Returns a table with escaped texts."""
+    """Returns a table with escaped texts; the columns before `n` name a row."""
     escaped = texts.map(lambda text: text.replace("|", r"\|").replace("*", r"\*"))
-    aligned: Any = {"stralign": "right", "colalign": ("left",)}
+    num_names = texts.columns.get_loc("n")
+    aligned: Any = {"stralign": "right", "colalign": ["left"] * num_names}
     return escaped.to_markdown(index=False, disable_numparse=True, **aligned)
 
 
@@ -232,7 +219,6 @@ class Table:
     keys: list[str]  # columns of settings, over which it is drawn
     counted: Counted
     notes: list[str]
-    study: Study | None = None  # of the runs, if one names them
 
     def of_outcome(self, outcome: Outcome) -> pd.DataFrame:
         """Returns the lines of an outcome."""
@@ -240,21 +226,19 @@ class Table:
         return numbers[(numbers.outcome == outcome.measure) & (numbers.half == outcome.split)]
 
     def sections(self) -> Iterator[tuple[str, pd.DataFrame]]:
-        """Yields title and finished rows of each part of the table, of which there may be none."""
+        """Yields title and rows of each part of the table."""
         for title, lines in self.of_outcome(self.main).groupby("column", sort=False):
-            yield str(title), lines[lines.n > 0]
+            yield str(title), lines
 
     def main_tables(self, level: int = 2) -> Iterator[str]:
         """Yields Markdown of the main outcome, a table for each part."""
         for title, lines in self.sections():
-            if lines.empty:
-                continue
             if title:
                 yield f"{'#' * level} {title}"
             yield as_markdown(texts_of_main(lines, self.heads, self.main))
 
     def other_texts(self) -> pd.DataFrame:
-        """Returns the finished rows of all other outcomes as one frame of text."""
+        """Returns the rows of all other outcomes that have a run as one frame of text."""
         parts = [pd.DataFrame()]
         for outcome in self.others:
             lines = self.of_outcome(outcome)
@@ -262,22 +246,14 @@ class Table:
             titles = lines[list(self.heads)].rename(columns=self.heads)
             titles.insert(0, "part", lines.column.replace("", NOTHING))
             titles["outcome"] = f"{outcome.title} [{outcome.unit}]"
-            parts.append(titles.join(texts_of(lines, outcome)))
-        texts = pd.concat(parts).fillna(NOTHING)
-        return texts.rename(columns={"mean": "mean +/- deviation"})
+            texts = texts_of(lines, outcome).drop(columns="compared with")
+            parts.append(titles.join(texts))
+        return pd.concat(parts).fillna(NOTHING)
 
-    def markdown(self, is_short: bool = False) -> str:
-        """Returns Markdown of the finished rows, with notes on the others.
-
-        If short, it has the main outcome alone.
-        """
-        parts = [*self.about, *self.main_tables()]
-        others = self.other_texts()
-        if not is_short and not others.empty:
-            parts.append("## Other outcomes")
-            parts.append(as_markdown(without_empty(others)))
-        parts.append("\n".join(f"- {note}" for note in self.all_notes()))
-        return "\n\n".join(parts)
+    def markdown(self) -> str:
+        """Returns Markdown of the main outcome, with notes."""
+        notes = "\n".join(f"- {note}" for note in self.all_notes())
+        return "\n\n".join([*self.about, *self.main_tables(), notes])
 
     def all_notes(self) -> Iterator[str]:
         """Yields the notes of the study, and on the runs."""
@@ -290,14 +266,15 @@ class Table:
         return numbers.replace(NOTHING, nan).to_csv(index=False, lineterminator="\n")
 
     def write_page(self, outputs: Path) -> Path:
-        """Writes the page of the table, with plots and figures, and its numbers; returns it."""
+        """Writes the page of the table, with plots and links to its runs, and its numbers."""
         path = outputs / REPORT / f"{self.name}.md"
         path.parent.mkdir(parents=True, exist_ok=True)
-        texts = [f"# {self.title}", self.markdown()]
-        if self.study is not None or self.keys:
-            texts += self._plots(path)
-        if self.study is not None:
-            texts += self._of_study(self.study, path.parent)
+        texts = [f"# {self.title}", self.markdown(), *self._plots(path)]
+        others = self.other_texts()
+        if not others.empty:
+            texts += ["## Other outcomes", as_markdown(without_empty(others))]
+        texts += ["## Runs", self._links(path.parent)]
+        texts += ["## How to read the tables", HOW_TO_READ]
         write_text(path, "\n\n".join(texts) + "\n")
         write_text(path.with_suffix(".csv"), self.csv())
         return path
@@ -305,40 +282,18 @@ class Table:
     def _plots(self, page: Path) -> Iterator[str]:
         for number, (title, lines) in enumerate(self.sections(), start=1):
             path = page.with_name(f"{self.name}-{number}.svg")
-            if not lines.empty:
-                draw(path, lines, self.main, self.keys)
+            finished = lines[lines.n > 0]
+            if not finished.empty:
+                draw(path, finished, self.main, self.keys)
                 yield f"![{title}]({quote(path.name)})"
 
-    def _of_study(self, study: Study, folder: Path) -> Iterator[str]:
-        """Yields the figures of a study, its runs, rows without one, and how to read the tables."""
-
-        def link(path: Path) -> str:
-            return quote(os.path.relpath(path, folder))
-
-        lines = self.of_outcome(self.main)
-        runs_of = defaultdict(list)
+    def _links(self, folder: Path) -> str:
+        """Returns a list of the reports of the runs."""
+        links = []
         for run in self.counted.runs:
-            runs_of[run.row_hash].append(run)
-        for title, place in study.figures.items():
-            row, _, name = place.partition("/")
-            pictures = [run.path / name for run in runs_of[hash_of(lines, row)]]
-            drawn = [path for path in pictures if path.exists()]
-            if drawn:
-                yield f"## {title}\n\n![{title}]({link(drawn[0])})"
-        for key, text in zip(lines.row_hash, lines.text, strict=True):
-            links = [f"[{run.name}]({link(run.path / 'report.md')})" for run in runs_of[key]]
-            if links:
-                yield f"- {text}: {', '.join(links)}"
-        missing = lines[lines.n == 0]  # or quoted
-        if not missing.empty:
-            texts = texts_of_main(missing, self.heads | {"column": "part"}, self.main)
-            yield f"## Rows without a run\n\n{as_markdown(texts)}"
-        yield f"## How to read the tables\n\n{HOW_TO_READ}"
-
-
-def hash_of(lines: pd.DataFrame, row: str) -> str:
-    """Returns the hash of the first line of a row."""
-    return str(lines.row_hash[lines.row == row].iloc[0])
+            report = quote(os.path.relpath(run.path / "report.md", folder))
+            links.append(f"- [{run.name}]({report})")
+        return "\n".join(links)
 
 
 def notes_of(counted: Counted) -> Iterator[str]:
@@ -363,21 +318,6 @@ def notes_of(counted: Counted) -> Iterator[str]:
     yield f"{runs}, {hours:.2f} hours in total, git {git}"
 
 
-def numbers_of(
-    rows: Sequence[Row], keys: Sequence[str], runs: Sequence[Run], outcomes: Sequence[Outcome]
-) -> pd.DataFrame:
-    """Returns the numbers of rows for each outcome, the main one first."""
-    frame = frame_of(rows, keys)
-    return pd.concat([judged(frame, runs, x, is_main=x == outcomes[0]) for x in outcomes])
-
-
-def judged_on(main: Outcome) -> list[str]:
-    """Says it if a table is not judged on the test set."""
-    if main.split == "validation":
-        return ["Judged on the validation split."]
-    return []
-
-
 # --- a study ------------------------------------------------------------------------------------
 
 
@@ -392,34 +332,29 @@ def study_table(part: Part, runs: Sequence[Run]) -> Table:
     main = study.tested or judged_by(chosen.runs)
     known = dict.fromkeys([*OUTCOMES, *sorted(seen, key=lambda outcome: outcome.name)])
     others = [outcome for outcome in known if outcome in seen and outcome != main]
-    notes = list(study.notes)
-    if study.quotes:
-        notes.append(f"quoted, not trained here: {study.source.strip() or 'the paper'}")
     return Table(
         name=part.file,
         title=study.title,
-        about=part.about + judged_on(main),
+        about=part.about,
         main=main,
         others=others,
         numbers=numbers_of(rows, keys, chosen.runs, [main, *others]),
         heads={"text": "row"},
         keys=keys,
         counted=chosen,
-        notes=notes,
-        study=study,
+        notes=study.notes,
     )
 
 
 def rows_of(part: Part) -> list[Row]:
-    """Returns the rows of a study, then those that it quotes."""
+    """Returns the rows of a study."""
+    texts = {cell.label: cell.text for cell in part.cells}
     rows = []
     for cell in part.cells:
         row = Row(
-            key=cell.label,
             row_hash=part.row_hashes[cell.label],
-            study=part.name,
             row=cell.row,
-            text=part.texts[cell.label],
+            text=cell.text,
             column=cell.told.column,
             role=cell.told.role,
             printed=cell.told.printed,
@@ -427,17 +362,7 @@ def rows_of(part: Part) -> list[Row]:
         )
         base = part.pairs.get(cell.label)
         if base is not None and part.row_hashes[base] != row.row_hash:  # two rows may be one run
-            row = replace(row, against=base, compared_with=part.texts[base])
-        rows.append(row)
-    for name, column, printed in part.study.quotes:
-        row = Row(
-            key=f"quoted: {name}: {column}",
-            study=part.name,
-            row=name,
-            text=name,
-            column=column,
-            printed=printed,
-        )
+            row = replace(row, against=part.row_hashes[base], compared_with=texts[base])
         rows.append(row)
     return rows
 
@@ -465,9 +390,9 @@ def sweep_table(plans: Sequence[RunPlan], runs: Sequence[Run]) -> Table:
     keys = ", ".join(f"`{name}`" for name in table.keys) or "seeds"
     seeds = ", ".join(map(str, sorted({plan.config.seed for plan in plans})))
     stem = "-".join(map(last_part, table.keys)) or "seeds"
-    tail = f"-{digest(sorted(run_hash(plan.config) for plan in plans))}"
+    name = cut(stem, LONGEST_NAME, f"-{digest(sorted(run_hash(plan.config) for plan in plans))}")
     about = f"A sweep over {keys}, with {overrides}; seeds {seeds}."
-    return replace(table, name=cut(stem, LONGEST_NAME, tail), about=[about, *table.about])
+    return replace(table, name=name, title=f"Sweep {stem}", about=[about])
 
 
 def _by_settings(
@@ -482,28 +407,24 @@ def _by_settings(
     shared = [first[name] for name in NAMES if name not in heads]
     notes = []
     if shared:
-        notes.append(", ".join(shared))
+        notes.append(f"all runs: {', '.join(shared)}")
     if following:
         notes.append(f"differs as well: {', '.join(following)}")
-    bases: dict[str, str | None] = {}
+    bases = dict[str, str]()
     if against is not None:
         bases = bases_of(settings[heads + following], against)
-    alone = [row for row, base in bases.items() if base is None]
-    if alone:
-        reason = f"for each no row, or more than one, has {against} and differs in nothing else"
-        notes.append(f"rows that are not compared: {len(alone)}; {reason}")
     rows = []
     for key in by_size(settings, heads):
-        row = Row(key=key, row_hash=key, state=unfinished(key, runs, chosen))
-        row = replace(row, values=dict(settings.loc[key, heads]))
-        if against is not None and bases.get(key) is not None:
-            row = replace(row, against=bases[key], compared_with=against)
+        state = unfinished(key, runs, chosen)
+        row = Row(row_hash=key, state=state, values=dict(settings.loc[key, heads]))
+        if key in bases:
+            row = replace(row, against=bases[key], compared_with=str(against))
         rows.append(row)
     main = judged_by(chosen.runs)
     return Table(
         name="runs",
         title="Runs",
-        about=judged_on(main),
+        about=[],
         main=main,
         others=[],
         numbers=numbers_of(rows, heads, chosen.runs, [main]),
@@ -516,8 +437,6 @@ def _by_settings(
 
 def by_size(settings: pd.DataFrame, heads: list[str]) -> list[str]:
     """Returns the rows in the order of their values, as numbers."""
-    if not heads:
-        return list(settings.index)
     numbers = settings[heads].apply(pd.to_numeric, errors="coerce")
     return list(numbers.sort_values(heads).index)
 
@@ -550,11 +469,10 @@ def differing(settings: pd.DataFrame) -> tuple[list[str], list[str]]:
     return heads, following
 
 
-def bases_of(settings: pd.DataFrame, against: str) -> dict[str, str | None]:
-    """Returns, for each row without this value, the row with it that differs in nothing else.
+def bases_of(settings: pd.DataFrame, against: str) -> dict[str, str]:
+    """Returns, for rows without this value, the one row with it that differs in nothing else.
 
-    A setting that one of both does not have, as tau without HTM, is no difference. None for a row
-    that has no such base, or more than one.
+    A setting that one of both does not have, as tau without HTM, is no difference.
     """
     name, _, typed = against.partition("=")
     keys = [key for key in settings if f".{key}".endswith(f".{name}")]
@@ -565,12 +483,11 @@ def bases_of(settings: pd.DataFrame, against: str) -> dict[str, str | None]:
     if len(having) in (0, len(settings)):
         each = [f"{key}={value}" for key in settings for value in settings[key].unique()]
         raise UserError(f"against={against}: must be one of {', '.join(each) or 'none'}")
-    bases: dict[str, str | None] = {}
+    bases = {}
     for row in settings.index.difference(having.index):
         ours, theirs = settings.drop(columns=keys).loc[row], having.drop(columns=keys)
         is_equal = (theirs == ours) | (theirs == NOTHING) | (ours == NOTHING)
         fitting = theirs.index[is_equal.all(axis="columns")]
-        bases[row] = None
         if len(fitting) == 1:
             bases[row] = fitting[0]
     return bases
