@@ -1,22 +1,11 @@
 """An error is the error: what decides how a run ends, and where each reason is told."""
 
 import gc
-import os
-import signal
-from collections.abc import Callable
-from multiprocessing import connection
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch import inf, nan
 
 from reproduction.errors import PlainError
-from reproduction.training.ranks import World
 from tests.images import OWN, disturbed
 from tests.programs import (
     SMALL,
@@ -37,30 +26,6 @@ from tests.programs import (
 from tokenmixup import TokenMixup
 
 ONE = (SMALL, "recipe.epochs=1", "name=mine")
-CHANCE: list[Exception] = [
-    MemoryError(),
-    FileNotFoundError(2, "No such file or directory", "outputs/mine/config.yaml"),
-    OSError(28, "No space left on device"),
-]
-
-
-def bug_while_handling(error: Exception) -> Callable[[], object]:
-    def bug() -> object:
-        try:
-            raise error
-        except Exception:
-            return {}["planted"]
-
-    return bug
-
-
-@pytest.mark.parametrize("error", CHANCE, ids=lambda error: type(error).__name__)
-def test_what_was_handled_by_chance_decides_nothing(here: Path, error: Exception):
-    with planted("step", bug_while_handling(error)):
-        result = train(ONE)
-    assert result.status == 1
-    assert "Traceback" in result.err
-    assert "after step 0: KeyError: 'planted'; outputs/mine is kept" in result.lines[-1]
 
 
 def test_no_accuracy_is_told_of_weights_that_are_not_finite(here: Path):
@@ -138,35 +103,6 @@ def test_the_reason_of_another_rank_is_told(here: Path, by_torchrun: bool):
     assert "ZeroDivisionError: what" in line
 
 
-def _largest(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    values = [[nan, 1.0, 3.0, -inf], [2.0, nan, 1.0, -inf]]
-    world = World(rank, 2, torch.device("cpu"))
-    largest = world.max(torch.tensor(values[rank]).double())
-    expected = torch.tensor([nan, nan, 3.0, -inf]).double()
-    torch.testing.assert_close(largest, expected, equal_nan=True)
-    dist.destroy_process_group()
-
-
-def _broadcast(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    value: Any = "of the first"
-    if rank > 0:
-        value = lambda: "cannot be sent"  # noqa: E731
-    assert World(rank, 2, torch.device("cpu")).broadcast(value) == "of the first"
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_what_the_first_rank_broadcasts_is_all_that_is_sent(here: Path):
-    mp.spawn(_broadcast, (str(here / "store"),), nprocs=2)
-
-
-@pytest.mark.slow
-def test_nan_of_one_rank_is_nan_on_all(here: Path):
-    mp.spawn(_largest, (str(here / "store"),), nprocs=2)
-
-
 def test_a_run_whose_lock_cannot_be_opened_is_a_row_of_the_table(here: Path):
     """Such as one of another user; to see that a run is going on, it is enough to read the lock."""
     trained(ONE, name="done")
@@ -219,19 +155,3 @@ def test_the_name_of_an_output_is_refused_before_the_work_or_written(here: Path)
     names = sorted(path.name[-14:] for path in Path("outputs/evaluations").iterdir())
     assert any(name.endswith("-classes.csv") for name in names)
     assert_refused(script("runs", "outputs", "--csv", "c" * 256), "File name too long")
-
-
-def test_a_stop_while_images_are_handed_over_is_told_in_one_line(here: Path):
-    """A worker's server of file descriptors would print that its client is gone."""
-    ours = os.getpid()
-    answer = connection.answer_challenge
-
-    def interrupted(*handshake: Any) -> None:
-        if os.getpid() == ours:
-            os.kill(ours, signal.SIGINT)
-        answer(*handshake)
-
-    for _ in range(3):
-        with mock.patch.object(connection, "answer_challenge", interrupted):
-            result = train(ONE, "dataset.workers=2", "resume=auto")
-        assert_refused(result, "interrupted; outputs/mine is kept", status=130)

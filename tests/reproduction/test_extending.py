@@ -8,7 +8,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-import yaml
 from safetensors import safe_open
 
 from tests.images import OWN, disturbed
@@ -204,20 +203,6 @@ def test_a_setting_of_an_input_mixing_is_called_as_it_is_typed():
     assert_succeeded(train("-m", words, f"{key}=0.5,0.6"), f"A sweep over `{key}`")
 
 
-def test_a_mixing_may_be_called_source_and_have_an_option_of_that_name():
-    settings = {"source": "of_source:mix", "options": {"source": "a b"}}
-    text = yaml.safe_dump({"chosen": {"source": True}, "source": settings})
-    Path("mine/augmentation/source.yaml").write_text(text)
-    Path("of_source.py").write_text(
-        "import resizemix\n\ndef mix(source):\n    return resizemix.mix(0.1, 0.8)\n"
-    )
-    words = ("--config-dir", "mine", SMALL, STEPS, "augmentation=[source]", "resume=auto")
-    run = trained(words)
-    assert run.summary["code"].keys() == {"augmentation.own.source.source"}
-    assert_succeeded(train(words, "name=mine"))
-    assert_succeeded(script("runs", "outputs"), "1 finished run")
-
-
 WIDE = """
 import resizemix
 
@@ -232,15 +217,6 @@ def mix(**options):
 """
 
 
-def test_a_mixing_may_return_numbers_of_numpys_precision():
-    words = ("--config-dir", "mine", SMALL, STEPS, "augmentation=[resizemix]")
-    assert_succeeded(train(words, "name=mine"))
-    Path("wide.py").write_text(WIDE)
-    assert_succeeded(train(words, "augmentation.resizemix.source=wide:mix", "name=wide"))
-    hashes = {run.summary["weights_sha256"] for run in runs()}
-    assert len(hashes) == 1
-
-
 def test_a_mixing_with_wrong_weights_ends_the_run():
     Path("wide.py").write_text(WIDE.replace("weights.double()", "2 * weights"))
     words = ("--config-dir", "mine", SMALL, STEPS, "augmentation=[resizemix]")
@@ -252,14 +228,6 @@ def test_a_mixing_with_wrong_weights_ends_the_run():
 @pytest.mark.parametrize("key", ["recipe.loss_options.run", "recipe.metrics.sure"])
 def test_an_option_without_plus_is_told_of_it(key: str):
     assert_refused(train(SMALL, f"{key}=outputs"), f"use +{key}=outputs")
-
-
-PLAIN = """
-import torch.nn.functional as F
-
-def loss():
-    return lambda output, batch, step: F.cross_entropy(output.logits, output.targets)
-"""
 
 
 def test_pictures_and_counts_of_a_model_with_an_adapter_of_its_own():
@@ -308,11 +276,3 @@ def test_weights_of_a_model_whose_names_are_like_those_of_other_programs(here: P
         with safe_open(f"{file}.safetensors", "pt") as exported:
             assert {*exported.keys()} == mine.best().keys()
             assert json.loads(exported.metadata()["arguments"])["num_classes"] == 10
-
-
-def test_what_is_not_the_fault_of_code_beside_it_is_not_blamed_on_it(here: Path):
-    """A metric, a loss and an optimiser do not run in the pass that is tried."""
-    (here / "plain.py").write_text(PLAIN)
-    own = (f"+{ECE}", "recipe.loss=plain:loss", "recipe.optimizer=torch.optim:SGD")
-    result = train(SMALL, own, "augmentation=[vtm]", "augmentation.vtm.kappa=1000")
-    assert_refused(result, "train.py: model=cct_2_3x2: ", "kappa=1000")

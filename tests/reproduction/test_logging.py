@@ -1,7 +1,5 @@
 """wandb and TensorBoard receive all lines of a run, and their failures do not stop training."""
 
-import os
-import signal
 import subprocess
 from collections import defaultdict
 from pathlib import Path
@@ -15,12 +13,7 @@ from tests.programs import (
     Run,
     assert_refused,
     assert_succeeded,
-    children,
-    command_of,
-    ended,
-    eventually,
     same,
-    started,
     train,
     trained,
 )
@@ -82,26 +75,6 @@ def test_a_run_refused_by_wandb_is_refused(here: Path, monkeypatch: pytest.Monke
     monkeypatch.delenv("WANDB_API_KEY")
     monkeypatch.setenv("HOME", "/nonexistent")  # without credentials
     assert_refused(train(ONLINE), "No API key")
-
-
-@pytest.mark.slow
-def test_a_killed_wandb_process_only_causes_a_warning(here: Path):
-    run = Run("outputs/mine")
-    with started(OFFLINE, "recipe.epochs=40") as process:
-        eventually(lambda: run.steps)
-        (child,) = [x for x in descendants(process.pid) if "wandb-core" in command_of(x)]
-        os.kill(child, signal.SIGKILL)
-        result = ended(process)
-    assert_refused(result, "warning: wandb failed ", "metrics.jsonl", status=0)
-    assert len(run.steps) == 120
-    assert run.summary["status"] == "finished"
-
-
-def descendants(process: int) -> list[int]:
-    found = children(process)
-    for child in found.copy():
-        found += descendants(child)
-    return found
 
 
 def test_a_resumed_run_continues_its_wandb_run_and_writes_no_secrets(

@@ -13,10 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from torchvision.datasets import DatasetFolder
 
-from reproduction.data import halves
-from reproduction.data.sources import opened
 from tests.images import OWN, digits, disturbed, reads, recorded, write_images
 from tests.pages import codes, section
 from tests.programs import (
@@ -27,10 +24,8 @@ from tests.programs import (
     Words,
     assert_refused,
     assert_succeeded,
-    config_of,
     dry,
     evaluate,
-    initial_model,
     predictions,
     runs,
     snapshot,
@@ -104,7 +99,7 @@ REFUSED: dict[str, Any] = {  # what the line tells -> what a function returns
     "image 3 is of class -1": as_both(Named([0, 1, 1, -1, -1], ["x", "y"])),
     "image 2 is of class 2": as_both(Named([0, 1, 2], ["x", "y"])),
     "image 0 is of class 'x'": as_both(Named(["x", "y"], ["x", "y"])),
-    "must be an iterable, not int": lambda: 3,
+    "'int' object is not iterable": lambda: 3,
     "IndexError": lambda: (pairs(), [(PIXELS[0], "cat"), (PIXELS[1],)]),
     "held-out images are of class 'ant'": lambda: (pairs(count=2), pairs(count=3)),
     "instances of 'str' and 'int'": lambda: ([(PIXELS[0], 0), (PIXELS[0], "0")] * 3, pairs()),
@@ -240,27 +235,6 @@ def test_spellings_of_a_folder_are_one_run(here: Path):
     assert hash_at("e") not in first
 
 
-LATER = {"0": NAMES, "1": ["dog", "ant", "cat"]}
-
-
-def counted() -> Any:
-    return pairs(labels=LATER[os.environ[NUMBER]]), pairs()
-
-
-def test_function_that_returns_other_classes_is_noticed(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """A function of the same name and options; its pixels are the same."""
-    words = ("dataset=custom", f"dataset.source={HERE}:counted", TINY, "name=run", "resume=auto")
-    monkeypatch.setenv(NUMBER, "0")
-    assert_succeeded(train(words))
-    assert_succeeded(train(words))
-    before = snapshot()
-    monkeypatch.setenv(NUMBER, "1")
-    assert_refused(train(words))
-    assert snapshot() == before
-
-
 def test_weights_of_the_same_name_may_be_others(here: Path):
     state = trained(own("arrays"), name="first").best()
     save_file(state, "w.safetensors")
@@ -309,33 +283,3 @@ def test_the_example_of_hugging_face_trains_and_evaluates(
     assert run.evaluation()["top1"] == run.summary["top1_last"]
     assert_succeeded(train(line, "resume=auto"), "top-1")  # refused if it were another run
     assert run.summary["data"]["images"].startswith("12 + 6 images")
-
-
-def numpy_files() -> Any:
-    half = DatasetFolder("arrays", loader=np.load, extensions=(".npy",))
-    return half, half
-
-
-def test_files_of_unknown_size_are_not_held_in_memory(here: Path):
-    for i, pixels in enumerate(PIXELS):
-        folder = here / "arrays" / NAMES[i % 3]
-        folder.mkdir(parents=True, exist_ok=True)
-        np.save(folder / f"{i}.npy", pixels)
-    data = opened(config_of("dataset=custom", f"dataset.source={HERE}:numpy_files").dataset)
-    held = halves.in_memory(data, ("train", "held_out"), ranks=1)
-    assert not held.train.decoded
-    assert not held.held_out.decoded
-    assert_succeeded(train("dataset=custom", f"dataset.source={HERE}:numpy_files", TINY))
-
-
-def by_number(names: dict[int, str]) -> Any:
-    half = [(pixels, names[i % 2]) for i, pixels in enumerate(PIXELS)]
-    return half, half
-
-
-def test_keys_of_an_option_have_the_types_that_were_typed(here: Path):
-    own = ("dataset=custom", f"dataset.source={HERE}:by_number")
-    names = "+dataset.options.names={0: cat, 1: dog}"
-    torch.save(initial_model(TINY, classes=2).state_dict(), "x.pt")
-    assert_succeeded(evaluate("checkpoint=x.pt", own, TINY[:2], names, "predictions=x.csv"))
-    assert {row["class"] for row in predictions("x.csv")} == {"cat", "dog"}

@@ -153,12 +153,6 @@ def test_tables_follow_from_the_predictions(here: Path, digits_run: Run, words: 
             assert of_class["top1"] == f"{100 * counts[digit] / counts.sum():.2f}"
 
 
-def test_an_evaluation_without_predictions_writes_no_tables(here: Path, digits_run: Run):
-    path = Path(shutil.copytree(digits_run.path, "mine"))
-    assert_succeeded(evaluate(f"run={path}", SOURCE))
-    assert not list(path.glob("*.csv"))
-
-
 def test_a_run_on_a_function_predicts_a_folder_without_it(here: Path, digits_run: Run):
     write_images(here / "photos", DIGITS, train=1, held_out=1)
     assert_succeeded(evaluate(f"run={digits_run.path}", "images=photos", "predictions=y.csv"))

@@ -300,39 +300,6 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(left: Run, whole: Ru
     ends_as(whole, BY_STEPS)
 
 
-FILES = ("checkpoints/last.pt", "checkpoints/last-1.pt", "checkpoints/best.safetensors")
-EACH_FILE = [pytest.param((name,), marks=pytest.mark.slow) for name in FILES]
-WARNED = ("checkpoints/last.pt",)
-
-
-def damage(path: Path, how: str) -> None:
-    """As a loss of power may leave a file: empty, or cut short, if it has lines behind one."""
-    content = path.read_bytes()
-    kept = b""
-    if how == "truncated":
-        half = content[: len(content) // 2]
-        kept = half[: half.rfind(b"\n") + 1] or half
-    path.write_bytes(kept)
-
-
-@pytest.mark.parametrize("how", ["emptied", pytest.param("truncated", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("names", EACH_FILE, ids=" ".join)
-def test_a_run_with_damaged_files_ends_as_an_undisturbed_one(
-    left: Run, whole: Run, names: tuple[str, ...], how: str
-):
-    """The weights win: of what is lost a warning tells, and only lines can be lost."""
-    for name in names:
-        damage(left.path / name, how)
-    result = train(BY_STEPS)
-    assert_succeeded(result)
-    for line in result.lines:
-        assert line.startswith("warning: ")
-    for name in names:
-        assert (left.path / name).stat().st_size > 0
-        assert (name in result.err) == (name in WARNED), result.err
-    assert same(left, whole) == []
-
-
 @pytest.mark.parametrize("leaves", [[], [".lock"]], ids=["nothing", "a lock"])
 def test_a_run_begins_in_a_folder_without_its_files(here: Path, leaves: list[str]):
     """That somebody has made, or a run that was killed before its first file."""

@@ -5,13 +5,11 @@ from pathlib import Path
 import pytest
 
 from reproduction.data import halves
-from reproduction.data.sources import opened
 from tests.images import OWN, SOURCE, unreadable, write_images
 from tests.programs import (
     SHORT,
     assert_refused,
     assert_succeeded,
-    config_of,
     evaluate,
     train,
     trained,
@@ -69,26 +67,3 @@ def test_an_unreadable_image_ends_an_evaluation(here: Path, workers: int):
     with unreadable(4, half="held_out"):
         evaluation = evaluate("run=outputs/mine", SOURCE, f"dataset.workers={workers}")
     assert_refused(evaluation, "image 4: image file is truncated", status=1)
-
-
-def test_a_machine_holds_decoded_images_once_over_its_ranks(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """All that fit: first those to train on, then the held-out ones."""
-    root = write_images(here / "images", ["ant", "bee"], train=4, held_out=2, size=16)
-    data = opened(config_of("dataset=image_folder", f"dataset.root={root}").dataset)
-    fitting = {  # images that fit, ranks -> the halves that are held, of 8 and of 4 images
-        (12, 1): {"train", "held_out"},
-        (11, 1): {"train"},
-        (12, 2): {"held_out"},
-        (12, 4): set(),
-    }
-    for (images, ranks), expected in fitting.items():
-        monkeypatch.setattr(halves, "MOST_MEMORY", images * 3 * 16 * 24)
-        data_in_memory = halves.in_memory(data, ("train", "held_out"), ranks)
-        held = set()
-        if data_in_memory.train.decoded:
-            held.add("train")
-        if data_in_memory.held_out.decoded:
-            held.add("held_out")
-        assert held == expected

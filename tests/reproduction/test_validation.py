@@ -148,7 +148,7 @@ def test_folder_with_val_and_test_is_validated_on_val_and_tested_at_the_end(here
 
 def test_a_metric_of_a_name_like_ours_replaces_none(here: Path):
     """It has no part in the choice of an epoch, and keeps its name."""
-    Path("one.py").write_text("def one():\n    return lambda logits, classes: (1.0, 1)\n")
+    Path("one.py").write_text("def one():\n    return lambda logits, classes: 1.0\n")
     run = trained(SPLIT, "+recipe.metrics.eval_top1=one:one")
     for line in run.epochs:
         assert line["val_eval_top1"] == 1

@@ -1,7 +1,6 @@
 """Weight files of ours and of other programs: what a run begins with, evaluates, exports."""
 
 import argparse
-import json
 import os
 import pickle
 from collections import OrderedDict
@@ -268,16 +267,6 @@ def test_what_is_no_file_of_weights_is_refused_in_one_line(here: Path, kind: str
     before = snapshot()
     assert_refused(train("model.weights=x.pth", SMALL), "model.weights=x.pth")
     assert snapshot() == before, "code of the file was executed, or something written"
-
-
-def test_numbers_of_numpy_beside_weights_are_told_as_plain_ones(here: Path):
-    torch.save({"model": tiny_state(), "epoch": np.int64(3), "step": np.float64(9)}, "x.pt")
-    words = ("dataset=digits", "dataset.eval_limit=10", "device=cpu")
-    assert_succeeded(evaluate("checkpoint=x.pt", "model.embed_dim=16", words))
-    (file,) = Path("outputs/evaluations").glob("*.json")
-    found = json.loads(file.read_text())
-    assert found["epoch"] == 3
-    assert found["step"] == 9
 
 
 def test_an_exported_vit_is_loaded_by_timm(here: Path):

@@ -49,6 +49,7 @@ class WandbLog:
             "config": dataclasses.asdict(config) | given.get("config", {}),
         }
         init["settings"] = wandb.Settings(**SETTINGS | init.get("settings", {}))
+        wandb.teardown()  # a run before in this process may have had other settings
         wandb.setup(settings=init["settings"])  # the login uses these
         self.run: Any = wandb.init(**init)
         if not self.run.disabled:
