@@ -6,15 +6,13 @@ import shlex
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
 import yaml
 
-from reproduction.compose import plan_run
 from reproduction.errors import PlainError, UserError
-from reproduction.sweep import Sweep, run_of
+from reproduction.sweep import Sweep
 from tests.programs import (
     ROOT,
     SMALL,
@@ -120,40 +118,7 @@ def test_another_override_is_said_above_the_table():
     assert "With `recipe.weight_decay=0.5`; seeds 0." in page.read_text()
 
 
-# --- the study is read once ----------------------------------------------------------------------
-
-RENAMING = """
-from pathlib import Path
-from reproduction.data import sources
-
-def load(**options):
-    path = Path("mine.yaml")
-    path.write_text(path.read_text().replace("high", "other"))
-    return sources.digits(**options)
-"""
-
-
-def test_a_study_that_changes_while_it_runs_is_the_one_that_began(monkeypatch: Any):
-    monkeypatch.syspath_prepend(str(Path.cwd()))
-    Path("renaming.py").write_text(RENAMING)
-    rows = ROWS.replace("[model", "[dataset=custom, 'dataset.source=renaming:load', model")
-    Path("mine.yaml").write_text(rows)
-    assert_succeeded(script("reproduce", "mine.yaml"), "2 of 2 runs are finished")
-    assert "other" in Path("mine.yaml").read_text()
-    (path,) = Path("outputs/report").glob("*.csv")
-    numbers = pd.read_csv(path)
-    top1 = numbers[numbers.outcome == "top1"].set_index("row")
-    assert top1.loc["high", "pairs"] == 1
-
-
 # --- words ---------------------------------------------------------------------------------------
-
-
-def test_a_folder_with_the_run_of_another_seed_is_not_the_points(model: Run):
-    write(model, "mine", {}, seed=1)
-    words = [*SMALL, "augmentation=[htm]", "recipe.max_steps=1", "name=mine"]
-    found = [run_of(plan_run([*words, f"seed={seed}"])).status for seed in (0, 1)]
-    assert found == ["not started", "finished"]
 
 
 def test_a_sweep_ends_with_the_status_of_its_worst_error():
