@@ -170,7 +170,8 @@ def check_here(plans: Sequence[RunPlan]) -> None:
     checked = set()
     for plan in plans:
         check_same(plan)
-        setting = row_hash(plan.config)  # those that differ in the seed: once
+        metrics = str(plan.config.recipe.metrics), str(plan.config.recipe.metrics_options)
+        setting = row_hash(plan.config), *metrics  # those that differ in the seed: once
         if setting not in checked and not plan.folder.is_finished():
             check_machine(plan.config)
         checked.add(setting)
