@@ -25,7 +25,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from reproduction.compose import check_asked, compose, expand, override_of, with_overrides
+from reproduction.compose import (
+    check_asked,
+    compose,
+    expand,
+    last_part,
+    override_of,
+    with_overrides,
+)
 from reproduction.config import Config, validated
 from reproduction.errors import UserError, one_line_errors, say
 from reproduction.files import write_json
@@ -37,7 +44,9 @@ from reproduction.machine import is_first_rank
 
 OPTIONS = ("run", "weights", "checkpoint", "predictions", "images", "export")
 METRICS = "recipe.metrics."
-OF_A_RUN = ("device", "devices", "dataset", "recipe.precision", "model.source")
+OPTIONS_OF_METRICS = "recipe.metrics_options."
+# beginnings of keys that may be changed for a run
+OF_A_RUN = ("device", "dataset", "recipe.precision", "model.source", METRICS, OPTIONS_OF_METRICS)
 
 
 def main(overrides: list[str]) -> None:
@@ -118,17 +127,14 @@ def changed(saved: Config, overrides: Sequence[str]) -> Config:
     """
     read = [*map(override_of, overrides)]
     for override in read:
-        is_metric = override.key.startswith((METRICS, "recipe.metrics_options."))
-        if not (is_metric or override.key in OF_A_RUN or override.group in OF_A_RUN):
+        if not override.key.startswith(OF_A_RUN):
             allowed = ", ".join((*OPTIONS, *OF_A_RUN))
             raise UserError(f"{override.text}: not allowed here, allowed are {allowed}")
     raw = {**asdict(saved), "devices": 1, "compile": False}
     raw["recipe"]["metrics"] = {}  # only those that the overrides name run
-    named = {
-        override.key.rpartition(".")[2] for override in read if override.key.startswith(METRICS)
-    }
-    own_options = saved.recipe.metrics_options
-    raw["recipe"]["metrics_options"] = {x: own_options[x] for x in own_options if x in named}
+    named = [last_part(x.key) for x in read if x.key.startswith(METRICS)]
+    options = saved.recipe.metrics_options
+    raw["recipe"]["metrics_options"] = {name: options[name] for name in options if name in named}
     changes = [override.text for override in read if override.key != "dataset"]
     if len(changes) < len(overrides):
         of_dataset = [override.text for override in read if override.group == "dataset"]

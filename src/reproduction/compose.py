@@ -319,19 +319,17 @@ def run_name(*, _root_: DictConfig) -> str:
     if config.resume == "auto":  # under the name that other overrides have given it
         for path in sorted(Path(config.output_root).glob(f"*{tail}/config.yaml")):
             return path.parent.name
-    typed = {}
-    for override in map(override_of, overrides):
-        typed[override.key] = override
+    if label:
+        return cut(label.replace("/", "-"), LONGEST_NAME, tail)
+    typed = {override.key: override for override in map(override_of, overrides)}
     stack = "+".join(config.augmentation.stack) or "plain"
-    head = label or f"{config.model.name}-{config.dataset.name}-{stack}"
-    if not label and "experiment" in typed:
-        head = typed["experiment"].value_text.strip("[]")
-    name = head.replace("/", "-")
-    if not label:
-        for key, override in typed.items():
-            if changes_result(key) and key not in IN_THE_NAME:
-                setting = f"{last_part(key)}={override.value_text.replace(',', '+')}"
-                name += "-" + re.sub(r"(?a)[^\w.+=-]+", "", setting)
+    name = f"{config.model.name}-{config.dataset.name}-{stack}"
+    if "experiment" in typed:
+        name = typed["experiment"].value_text.strip("[]").replace("/", "-")
+    for key, override in typed.items():
+        if changes_result(key) and key not in IN_THE_NAME:
+            setting = f"{last_part(key)}={override.value_text.replace(',', '+')}"
+            name += "-" + re.sub(r"(?a)[^\w.+=-]+", "", setting)
     return cut(name, LONGEST_NAME, tail)
 
 

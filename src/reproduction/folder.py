@@ -135,12 +135,11 @@ class RunFolder:
 
         Raises UserError if there are none.
         """
-        best = [self.best_path] if self.best_path.exists() else []
-        files = {"last": self.checkpoints(), "best": best}
-        if not files.get(which):
-            held = " or ".join(name for name in files if files[name]) or "there are none yet"
-            raise UserError(f"run={self.path} weights={which}: must be {held}")
-        return files[which]
+        files = {"last": self.checkpoints(), "best": [self.best_path]}
+        found = [path for path in files.get(which, []) if path.exists()]
+        if not found:
+            raise UserError(f"run={self.path} weights={which}: it has none; allowed are last, best")
+        return found
 
     # Reading
 

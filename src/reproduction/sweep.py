@@ -53,8 +53,6 @@ class Sweep:
         for override in map(override_of, overrides):
             if override.key == "seed":
                 raise UserError(f"{override.text}: must be seeds=N, from the study's first_seed on")
-            if override.key == "resume" and override.value != "auto":
-                raise UserError(f"{override.text}: must be auto, with which a study is trained")
         return cls(*planned(asked.study, asked.seeds, asked.scale, overrides))
 
     def only(self, task: int | None) -> "Sweep":
@@ -153,15 +151,12 @@ class Sweep:
 
 
 def run_of(plan: RunPlan) -> "Run":
-    """Returns what has become of a planned run; its folder may also hold another run."""
+    """Returns what has become of a planned run."""
     from reproduction.studies.runs import Run, read_run
 
     folder = plan.folder
     if folder.is_run():
-        run = read_run(folder)
-        is_ours = (run.row_hash, run.seed) == (row_hash(plan.config), plan.config.seed)
-        if is_ours or run.status == "unusable":
-            return run
+        return read_run(folder)
     return Run(path=folder.path, status=NOT_STARTED, status_text=NOT_STARTED)
 
 
@@ -175,7 +170,8 @@ def check_here(plans: Sequence[RunPlan]) -> None:
     checked = set()
     for plan in plans:
         check_same(plan)
-        setting = row_hash(plan.config)  # those that differ in the seed: once
+        metrics = str(plan.config.recipe.metrics), str(plan.config.recipe.metrics_options)
+        setting = row_hash(plan.config), *metrics  # those that differ in the seed: once
         if setting not in checked and not plan.folder.is_finished():
             check_machine(plan.config)
         checked.add(setting)

@@ -12,8 +12,6 @@ import pandas as pd
 import pytest
 import yaml
 
-from reproduction.compose import plan_run
-from reproduction.sweep import run_of
 from tests.programs import (
     ROOT,
     SMALL,
@@ -138,13 +136,6 @@ def test_a_key_that_a_row_is_about_cannot_be_set_for_all(study: str, word: str, 
 
 
 # --- overrides -----------------------------------------------------------------------------------
-
-
-def test_a_folder_with_the_run_of_another_seed_is_not_the_points(model: Run):
-    write(model, "mine", {}, seed=1)
-    words = [*SMALL, "augmentation=[htm]", "recipe.max_steps=1", "name=mine"]
-    found = [run_of(plan_run([*words, f"seed={seed}"])).status for seed in (0, 1)]
-    assert found == ["not started", "finished"]
 
 
 def test_a_later_value_replaces_a_list_of_values():

@@ -330,7 +330,7 @@ def part_of(
     configs = {}
     for cell in trained:
         overrides = overrides_of_cell(cell, study, scale, more)
-        of_cell = [plan_run([*overrides, f"seed={x}", "resume=auto"], cell.label) for x in chosen]
+        of_cell = [plan_run(["resume=auto", *overrides, f"seed={x}"], cell.label) for x in chosen]
         configs[cell.label] = of_cell[0].config
         plans += of_cell
     if study.tested is not None and study.tested not in OUTCOMES:
