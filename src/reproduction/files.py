@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,6 @@ LACKS = {
     errno.EIO,
     errno.ESTALE,
 }
-LONGEST = 255  # bytes of a name
 
 
 def lack_behind(error: BaseException, outside: BaseException | None = None) -> OSError | None:
@@ -55,12 +53,10 @@ def naming(path: Path) -> Iterator[None]:
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary path in the same folder, which then replaces `path`, unless it fails.
 
-    After a loss of power `path` is the old file or the new one. Processes that write the same
-    file do not disturb each other: the last one counts.
+    After a loss of power `path` is the old file or the new one. What a killed process leaves is
+    overwritten by the next one.
     """
-    host = socket.gethostname().replace(".", "-")
-    tail = f".{host}-{os.getpid()}.tmp"
-    temporary = path.with_name(cut(f".{path.name}", LONGEST, tail))
+    temporary = path.with_name(f".{path.name}.tmp")
     with naming(path):
         try:
             yield temporary

@@ -134,24 +134,3 @@ def test_a_full_disk_is_a_failure_that_names_the_file(here: Path):
         result = evaluate("run=whole/mine", "device=cpu", "predictions=p.csv")
         assert_refused(result, "p.csv: File too large", status=1)
     assert Run("whole/mine").evaluation()["images"] == 60
-
-
-def test_the_name_of_an_output_is_refused_before_the_work_or_written(here: Path):
-    trained(ONE)
-    ours = ("run=outputs/mine", "device=cpu")
-    for length in (251, 252, 300):
-        name = f"{'p' * length}.csv"
-        result = evaluate(ours, f"predictions={name}")
-        if length > 251:
-            assert_refused(result, f"{name}: File name too long")
-            assert result.out == ""
-        else:
-            assert_succeeded(result, name)
-            assert Path(name).exists()
-    weights = Path(f"{'w' * 251}.st")
-    weights.write_bytes(Path("outputs/mine/checkpoints/best.safetensors").read_bytes())
-    words = (f"checkpoint={weights}", "model.embed_dim=16", "dataset.eval_limit=60", "device=cpu")
-    assert_succeeded(evaluate(words, "predictions=mine.csv"), "written to")
-    names = sorted(path.name[-14:] for path in Path("outputs/evaluations").iterdir())
-    assert any(name.endswith("-classes.csv") for name in names)
-    assert_refused(script("runs", "outputs", "--csv", "c" * 256), "File name too long")

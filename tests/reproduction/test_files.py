@@ -90,6 +90,5 @@ def test_a_run_without_a_terminal_tells_how_far_it_is(here: Path, monkeypatch: p
     assert len(run.steps) == 6
     for line in run.steps:
         place = "epoch {epoch}/2  step {step}/6".format(**line)
-        figures = "loss {loss:.3f}  easy {easy_samples}, mixed {mixed_samples}, ".format(**line)
-        assert f"{place}  {figures}" in out
+        assert f"{place}  loss {line['loss']:.3f}" in out
     assert out.count(" left") >= 6

@@ -82,7 +82,7 @@ def _call_source(asked: Asked) -> Data:
     if asked.root is not None:
         options = {**options, "root": asked.root}
     with DATA.refusing(asked.source, asked.override):
-        return _labelled([*DATA.factory(asked.source)(**options)])
+        return _labelled(list(DATA.factory(asked.source)(**options)))
 
 
 def _labelled(parts: list[Items]) -> Data:
