@@ -180,7 +180,7 @@ class HTM(_Layered):
     `rollout_steps`: further blocks over which attention is rolled out.
     `matching`, `labels`: rules for donors and for the mixing of targets (Table 4).
     `mask_rule`, `order`: published selects the deviations of the published code; see
-    `tokenmixup.rules`. A rule, or a detector, may also be a function, see docs/library.md.
+    `tokenmixup.rules`. A rule, or a detector, may also be a function, see docs/extending.md.
     """
 
     key = "htm"

@@ -78,15 +78,17 @@ def files(here: Path, request: pytest.FixtureRequest) -> None:
 
 
 def small(name: str) -> Words:
-    """The words of an example, of a small run."""
-    words = COMMANDS[name]
-    sizes = SMALL[1:] if "model=custom" in words else SMALL
-    mixes = () if any(word.startswith("augmentation=[cutmix") for word in words) else MIXES
-    return (words, sizes, mixes)  # flags of Hydra come first
+    """The overrides of an example, of a small run."""
+    overrides = COMMANDS[name]
+    sizes = SMALL[1:] if "model=custom" in overrides else SMALL
+    mixes = (
+        () if any(override.startswith("augmentation=[cutmix") for override in overrides) else MIXES
+    )
+    return (overrides, sizes, mixes)  # flags of Hydra come first
 
 
 def asked(run: Run) -> list[str]:
-    """The words by which eval.py may run the code of a run: those that it names itself."""
+    """The overrides by which eval.py may run the code of a run: those that it names itself."""
     result = evaluate(f"run={run.path}")
     return re.findall(r"add (\S+)", result.err)
 
@@ -107,7 +109,7 @@ def test_an_example_trains_three_steps_is_evaluated_and_exported(name: str, plai
     assert_succeeded(evaluate("run=outputs/mine", named), "of digits")
     assert mine.evaluation()["top1"] == mine.summary["top1_last"]
     assert_succeeded(evaluate("run=outputs/mine", named, "export=mine.safetensors"))
-    source = dict(word.split("=") for word in named).get("model.source")
+    source = dict(override.split("=") for override in named).get("model.source")
     if source is not None:  # another data set beside the code of one's model
         assert_succeeded(evaluate("run=outputs/mine", named, "dataset=digits"), "of digits")
     model, _, classes = load_run("outputs/mine", source=source)
@@ -119,19 +121,19 @@ def test_an_example_trains_three_steps_is_evaluated_and_exported(name: str, plai
 @every_example
 def test_an_example_resumes_exactly(name: str):
     images = (OWN, "dataset.limit=null", "dataset.eval_limit=null")
-    words = (small(name), images, "resume=auto")
-    assert_succeeded(train(words, "name=whole"))
+    overrides = (small(name), images, "resume=auto")
+    assert_succeeded(train(overrides, "name=whole"))
     with disturbed("SIGTERM", at=45):
-        assert train(words, "name=mine", "output_root=stopped").status == 130
-    assert_succeeded(train(words, "name=mine", "output_root=stopped"), "resuming after step")
+        assert train(overrides, "name=mine", "output_root=stopped").status == 130
+    assert_succeeded(train(overrides, "name=mine", "output_root=stopped"), "resuming after step")
     assert same(Run("outputs/whole"), Run("stopped/mine")) == []
 
 
 @pytest.mark.slow
 @every_example
 def test_an_example_is_swept_and_compiled(name: str):
-    words = ("-m", small(name), "seed=0,1", "jobs=2", STEPS, "compile=true")
-    result = run("train.py", words, apart=True)
+    overrides = ("-m", small(name), "seed=0,1", "jobs=2", STEPS, "compile=true")
+    result = run("train.py", overrides, apart=True)
     assert_succeeded(result, "2 of 2 runs are finished")
     hashes = [each.summary["weights_sha256"] for each in runs() if each.path.name != "teacher"]
     assert len({*hashes}) == 2
@@ -169,7 +171,7 @@ def test_a_metric_stands_in_lines_and_tables_and_a_study_is_tested_on_it(here: P
     assert_refused(script("reproduce", "mine.yaml"), "has no recipe.metrics.sure")
 
 
-def test_points_that_differ_in_a_metric_alone_are_each_checked_before_the_first_one(here: Path):
+def test_runs_that_differ_in_a_metric_alone_are_each_checked_before_the_first_one(here: Path):
     metrics = "+recipe.metrics.ece=calibration:error,calibration:eror"
     result = train("-m", SMALL, metrics, "name='mine-${recipe.metrics.ece}'")
     assert_refused(result, "recipe.metrics.ece=calibration:eror", "has no attribute 'eror'")
@@ -186,21 +188,21 @@ def test_a_metric_is_of_the_images_of_all_ranks():
 
 
 def test_an_input_mixing_is_counted_and_stands_alone():
-    words = ("--config-dir", "mine", SMALL, STEPS, "augmentation=[resizemix]")
-    run = trained(words)
+    overrides = ("--config-dir", "mine", SMALL, STEPS, "augmentation=[resizemix]")
+    run = trained(overrides)
     assert {line["input_mixed_samples"] for line in run.steps} == {20}
     assert "resizemix" in run.summary["command"]
-    result = train(words, "augmentation=[resizemix,mixup]")
+    result = train(overrides, "augmentation=[resizemix,mixup]")
     assert_refused(result, "augmentation.resizemix: stands alone", "without mixup")
-    assert_refused(train(words, "+augmentation.resizemix.options.size=3"), "size")
+    assert_refused(train(overrides, "+augmentation.resizemix.options.size=3"), "size")
     source = "augmentation.resizemix.source=resizemix:mi"
-    assert_refused(train(words, source), source, "has no attribute")
+    assert_refused(train(overrides, source), source, "has no attribute")
 
 
 def test_a_setting_of_an_input_mixing_is_called_as_it_is_typed():
     key = "augmentation.resizemix.options.high"
-    words = ("--config-dir", "mine", SMALL, STEPS, "augmentation=[resizemix]")
-    assert_succeeded(train("-m", words, f"{key}=0.5,0.6"), f"A sweep over `{key}`")
+    overrides = ("--config-dir", "mine", SMALL, STEPS, "augmentation=[resizemix]")
+    assert_succeeded(train("-m", overrides, f"{key}=0.5,0.6"), f"A sweep over `{key}`")
 
 
 WIDE = """
@@ -219,8 +221,8 @@ def mix(**options):
 
 def test_a_mixing_with_wrong_weights_ends_the_run():
     Path("wide.py").write_text(WIDE.replace("weights.double()", "2 * weights"))
-    words = ("--config-dir", "mine", SMALL, STEPS, "augmentation=[resizemix]")
-    result = train(words, "augmentation.resizemix.source=wide:mix", "name=wide")
+    overrides = ("--config-dir", "mine", SMALL, STEPS, "augmentation=[resizemix]")
+    result = train(overrides, "augmentation.resizemix.source=wide:mix", "name=wide")
     assert result.status == 1
     assert "must be from 0 to 1" in result.err.splitlines()[-1]
 
@@ -231,8 +233,8 @@ def test_an_option_without_plus_is_told_of_it(key: str):
 
 
 def test_pictures_and_counts_of_a_model_with_an_adapter_of_its_own():
-    (words,) = [words for words in COMMANDS.values() if "model=custom" in words]
-    mine = trained(SMALL[1:], MIXES, STEPS, words, "augmentation=[htm,vtm]")
+    (overrides,) = [overrides for overrides in COMMANDS.values() if "model=custom" in overrides]
+    mine = trained(SMALL[1:], MIXES, STEPS, overrides, "augmentation=[htm,vtm]")
     report = (mine.path / "report.md").read_text()
     for picture in ("mixed_pairs.png", "saliency.png"):
         assert f"![{picture}]" in report, report
