@@ -114,7 +114,7 @@ def of_file(options: dict[str, str], overrides: Sequence[str]) -> tuple[Config, 
 
 
 def result_of(place: Path, config: Config, hashed: list[Any]) -> Path:
-    """Returns the path of a result, with a hash of what tells it from others, if anything does."""
+    """Returns the path of a result, with a hash of what distinguishes it, if anything does."""
     if not hashed:
         return place.with_name(f"{place.name}.json")
     return place.with_name(f"{place.name}-{config.dataset.name}-{digest(hashed)}.json")

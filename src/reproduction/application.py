@@ -24,7 +24,7 @@ from reproduction.sweep import Sweep, check_here
 
 @contextmanager
 def application() -> Iterator[None]:
-    """Around Hydra's main: tells its errors in one line."""
+    """Around Hydra's main: prints its errors in one line."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors
     with one_line_errors(), hydra_errors(*sys.argv[1:]):
         yield
@@ -76,7 +76,7 @@ def plan_here(tree: DictConfig) -> RunPlan:
 
 
 def train_plan(tree: DictConfig, plan: RunPlan) -> float | None:
-    """Trains a run, and tells a launcher of the signal that has ended it."""
+    """Trains a run, and passes on to a launcher the signal that has ended it."""
     try:
         train_here(plan)
     except KeyboardInterrupt as interrupt:

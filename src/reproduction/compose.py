@@ -337,7 +337,7 @@ OmegaConf.register_new_resolver("run_name", run_name, replace=True)
 
 
 def hydra_arguments(path: Path) -> list[str]:
-    """Returns what makes another train.py read and do what the command has told Hydra.
+    """Returns what makes another train.py read and do what this command asks of Hydra.
 
     Its files, as its parser has them, the overrides for Hydra but for those of a sweep, and, of the
     job of a sweep, its directory.

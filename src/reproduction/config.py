@@ -445,7 +445,7 @@ class Config:
 
 @schema
 class StudyOptions:
-    """What the sweeper of studies is told: conf/hydra/sweeper/study.yaml."""
+    """The options of the sweeper of studies: conf/hydra/sweeper/study.yaml."""
 
     study: str
     seeds: Count | None
@@ -454,7 +454,7 @@ class StudyOptions:
 
 @schema
 class Command:
-    """The other keys of train.py: how runs are run and named, and what a sweeper is told of one."""
+    """The other keys of train.py: how runs are started and named, and what a sweeper optimises."""
 
     jobs: Count | None
     task: Whole | None
@@ -468,7 +468,7 @@ def validated(kind: type[Kind], raw: Any) -> Kind:
     try:
         return TypeAdapter(kind).validate_python(raw)
     except ValidationError as error:
-        raise UserError("; ".join(_told(mistake, raw) for mistake in error.errors())) from None
+        raise UserError("; ".join(_message(mistake, raw) for mistake in error.errors())) from None
 
 
 def _keys(place: Sequence[str | int], raw: Any) -> Iterator[str]:
@@ -480,7 +480,7 @@ def _keys(place: Sequence[str | int], raw: Any) -> Iterator[str]:
             raw = raw[part]
 
 
-def _told(mistake: Any, raw: Any) -> str:
+def _message(mistake: Any, raw: Any) -> str:
     """Says of one of pydantic's errors in `raw`: `key=value: what is allowed`.
 
     A message of ours that does not begin with `must` names its keys itself.

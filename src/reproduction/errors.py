@@ -105,7 +105,7 @@ def of_library(error: Exception, key: str, reason: str) -> OneLineError:
     return UserError(f"{key}: {reason}")
 
 
-def told(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """Returns what to say of an error: messages for users as they are, else the first line."""
     if isinstance(error, OSError):
         return reason_of(error)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# What a machine may lack or lose, and no word or file of a user is to blame for.
+# What a machine may lack or lose, and no override or file of a user is to blame for.
 LACKS = {
     errno.ENOSPC,
     errno.EDQUOT,

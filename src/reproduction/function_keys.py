@@ -27,7 +27,7 @@ FORM = "package.module:factory"
 
 
 class Refused(ValueError):
-    """What is wrong with an object or its options, in words that need no name of an error."""
+    """What is wrong with an object or its options, in a line that needs no name of an error."""
 
 
 def module_of(path: str) -> ModuleType:
@@ -121,5 +121,5 @@ class FunctionKey:
         except Refused as error:
             raise UserError(f"{override}: {error}") from error
         except Exception as error:  # from any code
-            told = placed(error) if self.is_own(chosen) else first_line(error)
-            raise of_library(error, override, told) from error
+            reason = placed(error) if self.is_own(chosen) else first_line(error)
+            raise of_library(error, override, reason) from error

@@ -94,7 +94,7 @@ class Sweep:
         return Interrupted(str(interrupt) or line)
 
     def conclude(self, errors: Sequence[OneLineError]) -> None:
-        """Tells errors, writes the tables, and ends the program unless all runs are finished."""
+        """Prints errors, writes the tables, and ends the program unless all runs are finished."""
         for error in errors:
             warn(f"{program()}: {error}")
         runs = self.write_tables()

@@ -159,7 +159,7 @@ def has_class_token(model: nn.Module) -> bool:
 def blocks_of(model: Any, adapter: Adapter | None = None) -> list[nn.Module]:
     """Returns the blocks of a transformer, over all stages.
 
-    Raises ValueError with the one-line reason if nobody tells where they are, or which of their
+    Raises ValueError with the one-line reason if it is not said where they are, or which of their
     tokens are the prefix; AttributeError if an adapter's path is wrong.
     """
     if adapter is None:

@@ -79,7 +79,7 @@ class Half:
         return replace(self, targets=targets, places=places, decoded={})
 
     def content(self, classes: list[str]) -> list[str]:
-        """What tells images from others: names and sizes of files, else their classes."""
+        """What distinguishes images: names and sizes of files, else their classes."""
         if self.folder is None:
             return [classes[target] for target in self.targets]
         names = [self.name(index) for index in range(len(self))]

@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 
 from reproduction.config import Config
-from reproduction.errors import OneLineError, say, told, warn
+from reproduction.errors import OneLineError, message_of, say, warn
 from reproduction.files import write_text
 from reproduction.folder import RunFolder
 from reproduction.machine import is_first_rank
@@ -62,7 +62,7 @@ def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
             sections += _draw(folder, config)
             write_text(folder.report_path, "\n\n".join(sections) + "\n")
     except Exception as error:  # of any library: the run itself is finished
-        warn(f"warning: no report ({told(error)}); resume=auto writes it")
+        warn(f"warning: no report ({message_of(error)}); resume=auto writes it")
     say(f"{name}: {_headline(summary)}")
     if folder.report_path.exists():
         say(f"report and pictures: {folder.report_path}")
@@ -94,7 +94,7 @@ def _draw_trained(folder: RunFolder, config: Config) -> Iterator[str]:
         trained = load_trained(config, folder)
         sample = some_images(trained)
     except (OneLineError, RuntimeError) as error:
-        yield f"No pictures of the trained model: {told(error)}."
+        yield f"No pictures of the trained model: {message_of(error)}."
         return
     for name, draw in OF_TRAINED.items():
         try:
@@ -102,7 +102,7 @@ def _draw_trained(folder: RunFolder, config: Config) -> Iterator[str]:
         except ValueError as error:
             yield f"{name} is not drawn: {error}."
         except RuntimeError as error:
-            yield f"{name} is not drawn: {told(error)}."
+            yield f"{name} is not drawn: {message_of(error)}."
 
 
 def _picture(name: str, caption: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from reproduction.config import Config, validated
-from reproduction.errors import OneLineError, in_one_line, told
+from reproduction.errors import OneLineError, in_one_line, message_of
 from reproduction.folder import RunFolder
 from reproduction.identity import digest, row_hash, settings
 
@@ -129,7 +129,9 @@ def read_run(folder: RunFolder) -> Run:
         summary = {**folder.read_summary(), "status": folder.status()}
         return _run(folder.path, folder.read_config(), summary)
     except (OneLineError, OSError, LookupError, TypeError, ValueError) as error:
-        return Run(path=folder.path, status="unusable", status_text=f"unusable: {told(error)}")
+        return Run(
+            path=folder.path, status="unusable", status_text=f"unusable: {message_of(error)}"
+        )
 
 
 def _run(path: Path, config: Config, summary: Mapping[str, Any]) -> Run:
@@ -199,7 +201,7 @@ def _measures(summary: Mapping[str, Any], config: Config) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
-# --- published lines: JSON has no infinity, so they have the word `inf` ---------------------------
+# --- published lines: JSON has no infinity, so they write `inf` ---------------------------------
 
 
 def read_store(path: Path) -> list[Run]:

@@ -171,8 +171,8 @@ class Cell:
 
     study: str
     row: str  # its name in the study
-    name: str  # its own, which tells the values of a sweep
-    told: StudyRow
+    name: str  # its own, which has the values of a sweep
+    spec: StudyRow
     overrides: list[str]
     values: Mapping[str, Any]  # by key, of a row that is a sweep
 
@@ -184,8 +184,8 @@ class Cell:
     @property
     def text(self) -> str:
         """What a table shows of it."""
-        if self.told.row and not self.values:  # a sweep is shown by its values
-            return self.told.row
+        if self.spec.row and not self.values:  # a sweep is shown by its values
+            return self.spec.row
         return self.name
 
 
@@ -207,7 +207,7 @@ def cells(name: str, study: Study) -> list[Cell]:
                 study=Path(name).stem,
                 row=row,
                 name=",".join(parts),
-                told=study.rows[row],
+                spec=study.rows[row],
                 overrides=overrides,
                 values={override.key: override.value for override in map(override_of, swept)},
             )
@@ -242,7 +242,7 @@ def comparisons(name: str, trained: Sequence[Cell]) -> dict[str, str]:
     """
     pairs = {}
     for cell in trained:
-        against = cell.told.against
+        against = cell.spec.against
         if against is None:
             continue
         bases = [base for base in trained if base.row == against]
@@ -274,7 +274,7 @@ class Part:
 
     @property
     def file(self) -> str:
-        """The name of its files, which tells other rows and seeds of a study apart."""
+        """The name of its files, by the study, its rows and seeds."""
         stem = Path(self.name).stem
         if self.is_whole_of_the_paper:
             return stem
@@ -350,7 +350,7 @@ def part_of(
         name=name,
         study=shown,
         is_whole_of_the_paper=is_paper and not changes and chosen == seeds_of(study, None, FULL),
-        cells=[replace(cell, told=shown.rows[cell.row]) for cell in trained],
+        cells=[replace(cell, spec=shown.rows[cell.row]) for cell in trained],
         pairs=pairs,
         configs=configs,
         seeds=chosen,

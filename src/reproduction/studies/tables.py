@@ -355,9 +355,9 @@ def rows_of(part: Part) -> list[Row]:
             row_hash=part.row_hashes[cell.label],
             row=cell.row,
             text=cell.text,
-            column=cell.told.column,
-            role=cell.told.role,
-            printed=cell.told.printed,
+            column=cell.spec.column,
+            role=cell.spec.role,
+            printed=cell.spec.printed,
             values={key: as_typed(value) for key, value in cell.values.items()},
         )
         base = part.pairs.get(cell.label)
@@ -464,7 +464,7 @@ def differing(settings: pd.DataFrame) -> tuple[list[str], list[str]]:
         is_chosen = key.startswith("augmentation.") and applies.nunique() > 1  # beside the stack
         if key not in groups and (is_chosen or not owners):
             heads.append(key)
-        elif key not in groups and owners[0] not in NAMES:  # else the name tells it already
+        elif key not in groups and owners[0] not in NAMES:  # else the name says it already
             following.append(key)
     return heads, following
 

@@ -118,10 +118,10 @@ def train_epoch(run: TrainingRun, state: RunState, pace: metrics.Pace) -> None:
         run.batch_metrics.add(head, size, micro_batches)
 
         # Raises Stopped on all ranks if a signal has come to any; else all get the same answers.
-        saves, tells = run.stop.any_rank(run.is_main and run.clock.is_late(), run.pulse.is_due())
-        if saves or tells or trainer.step % trainer.recipe.log_every == 0:
+        saves, reports = run.stop.any_rank(run.is_main and run.clock.is_late(), run.pulse.is_due())
+        if saves or reports or trainer.step % trainer.recipe.log_every == 0:
             line = write_metrics(run, state)
-            if tells and run.is_main:
+            if reports and run.is_main:
                 run.pulse.tell(f"{task}  {metrics.describe_step(line, pace)}")
         if saves:
             save_checkpoint(run, state)

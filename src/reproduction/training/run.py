@@ -224,7 +224,7 @@ def _say_start(trainer: Trainer, data: Data, facts: Mapping[str, Any]) -> None:
 
 
 def _start(trainer: Trainer) -> dict[str, Any]:
-    """The entry of the summary about a start of the run: from which step on, with what and where.
+    """What the summary says of a start of the run: from which step on, with what and where.
 
     On a CPU the weights are a function of the settings and these.
     """
