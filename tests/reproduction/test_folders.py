@@ -1,9 +1,6 @@
 """Image folders and CIFAR: which files are read and how, and what is refused."""
 
-import io
 import shutil
-import struct
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,53 +37,10 @@ RGB = Image.fromarray(NOISE[..., :3])
 PALETTE = RGB.convert("P")
 
 
-def encoded(image: Image.Image, kind: str, **settings: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **settings)
-    return file.getvalue()
-
-
-def deep_png() -> bytes:
-    """An RGB PNG of 16 bits a channel, which Pillow would read as one of 8."""
-    header = struct.pack(">IIBBBBB", 32, 40, 16, 2, 0, 0, 0)
-    rows = zlib.compress(bytes(1 + 32 * 2 * 3) * 40)
-    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + chunks
-
-
-def chunk(name: bytes, data: bytes) -> bytes:
-    """A part of a PNG: its length, its name, the data, a checksum."""
-    length = struct.pack(">I", len(data))
-    checksum = zlib.crc32(name + data)
-    return length + name + data + struct.pack(">I", checksum)
-
-
 def oriented(orientation: int) -> Image.Exif:
     exif = Image.Exif()
     exif[274] = orientation
     return exif
-
-
-READ = {
-    "palette.png": encoded(PALETTE, "PNG", transparency=3),
-    "rgba.png": encoded(Image.fromarray(NOISE), "PNG"),
-    "no EXIF.png": encoded(RGB, "PNG", exif=b"Exif\0\0 none"),
-    "cmyk.JPG": encoded(RGB.convert("CMYK"), "JPEG"),
-    "animated.gif": encoded(PALETTE, "GIF", save_all=True, append_images=[PALETTE.rotate(90)]),
-    "pages.tif": encoded(RGB, "TIFF"),
-    "small.bmp": encoded(RGB, "BMP"),
-    "photo.jfif": encoded(RGB, "JPEG"),
-    "photo.webp": encoded(RGB, "WEBP"),
-    "another format.png": encoded(RGB, "JPEG"),
-}
-BROKEN = {
-    "text.png": b"no image",
-    "half.png": encoded(RGB, "PNG")[:200],
-    "program.png": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\nshowpage\n",
-    "deep grey.png": encoded(Image.fromarray(NOISE[..., 0].astype(np.uint16) * 256), "PNG"),
-    "deep rgb.png": deep_png(),
-    "float.tif": encoded(Image.fromarray(NOISE[..., 0].astype(np.float32)), "TIFF"),
-}
 
 
 @pytest.fixture
@@ -98,38 +52,6 @@ def images(here: Path) -> Path:
 @pytest.fixture
 def run(images: Path) -> Run:
     return trained(FOLDER)
-
-
-@pytest.fixture
-def photos(here: Path) -> Path:
-    """Files of all kinds, and what is left out."""
-    (here / "photos/a").mkdir(parents=True)
-    for name, content in READ.items():
-        (here / "photos" / name).write_bytes(content)
-    (here / "photos/notes.txt").touch()
-    (here / "photos/.hidden.png").touch()
-    for name in (".hidden", "@eaDir"):
-        folder = here / "photos/a" / name
-        folder.mkdir()
-        RGB.save(folder / "x.png")
-    return here / "photos"
-
-
-DEEP = ("deep grey.png", "deep rgb.png", "float.tif")
-
-
-def test_files_of_all_kinds_are_read_and_a_broken_one_is_named(run: Run, photos: Path):
-    words = (f"run={run.path}", "images=photos")
-    assert_succeeded(evaluate(words, "predictions=x.csv"))
-    names = [row["image"] for row in predictions("x.csv")]
-    assert names == sorted(f"photos/{name}" for name in READ)
-    for name, content in BROKEN.items():  # another program would be started for program.png
-        path = photos / "a" / name
-        path.write_bytes(content)
-        reason = "more than 8 bits" if name in DEEP else "no readable image"
-        result = evaluate(words, "predictions=other.csv")
-        assert_refused(result, f"image photos/a/{name}: ", reason, status=1)
-        path.unlink()
 
 
 def shown(run: Run, path: Path | str) -> np.ndarray:
@@ -159,9 +81,6 @@ def test_images_are_seen_upright_and_on_white(run: Run):
 def test_images_are_the_same_from_memory_files_and_workers(
     images: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    for name, content in READ.items():
-        (images / "val" / "cat" / name).write_bytes(content)
-        (images / "train" / "dog" / name).write_bytes(content)
     sideways = images / "val" / "dog" / "0.png"
     RGB.resize((40, 20)).save(sideways, exif=oriented(8))
     memory = trained(FOLDER, name="memory")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 import yaml
 
 from reproduction.config import DATA, HTM_RULES, LOSS, MODEL, OPTIMIZER
-from tests.images import write_images
 from tests.programs import (
     ROOT,
     SHORT,
@@ -26,7 +24,6 @@ from tests.programs import (
     flat,
     hash_of,
     nested,
-    runs,
     script,
     snapshot,
     train,
@@ -95,7 +92,9 @@ OTHER: dict[str, Any] = {  # valid values where a number or a flag cannot just b
 }
 
 
-FUNCTIONS = {door.key for door in (DATA, MODEL, *HTM_RULES.values(), OPTIMIZER, LOSS)}
+FUNCTIONS = {
+    function_key.key for function_key in (DATA, MODEL, *HTM_RULES.values(), OPTIMIZER, LOSS)
+}
 
 
 def raw_of(*words: Words) -> dict[str, Any]:
@@ -143,12 +142,6 @@ def test_every_key_counts_unless_it_changes_no_result(kind: str):
         assert is_other == counts, key
 
 
-def test_the_label_of_a_folder_makes_no_data_set_of_ours_of_it():
-    words = ("dataset=image_folder", "dataset.name=cifar10")
-    assert dry(words, "dataset.root=a")[1] != dry(words, "dataset.root=b")[1]
-    assert dry("dataset=cifar10", "dataset.root=a")[1] == dry("dataset=cifar10")[1]
-
-
 def edit(run: Run, key: str, value: Any) -> None:
     """Changes a setting in the config.yaml of a run."""
     settings = dict(flat(run.config)) | {key: value}
@@ -172,40 +165,6 @@ def test_an_edited_configuration_does_not_make_another_run_of_one_that_was_train
     assert snapshot() == before
     edit(run, "recipe.epochs", 2)
     assert_succeeded(train(SMALL, "name=mine", "resume=auto"))
-
-
-SPELLINGS = [
-    ("recipe.lr=1", "recipe.lr=1.0"),
-    ("recipe.warmup_lr=0", "recipe.warmup_lr=0.0"),
-    ("augmentation=[vtm,htm]", "augmentation=[htm,vtm]"),
-    ("augmentation=none", "augmentation=[]"),
-]
-
-
-@pytest.mark.parametrize(("one", "other"), SPELLINGS)
-def test_values_count_however_they_are_spelled(one: str, other: str):
-    assert dry(one)[1] == dry(other)[1]
-
-
-def test_a_run_is_found_whatever_its_log_and_wherever_its_project_lies(here: Path):
-    """The folder of another `log_every` is gone on with; a project may be moved as a whole."""
-    project = here / "here"
-    write_images(project / "images", ["cat", "dog"], train=6, held_out=2)
-    os.chdir(project)
-    data = words_of("dataset=image_folder dataset.root=images model.image_size=16")
-    words = (SHORT, data, "resume=auto")
-    assert_succeeded(train(words))
-    (run,) = runs()
-    seconds = run.summary["seconds"]
-    os.chdir(here)
-    project.rename("there")
-    os.chdir("there")
-    for more in ([], "recipe.log_every=7", "dataset.root=images/"):
-        again = train(words, more)
-        assert_succeeded(again)
-        assert not again.err
-        assert [found.path for found in runs()] == [run.path]
-        assert runs()[0].summary["seconds"] == seconds
 
 
 OWN_ARRAYS = """

@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,17 +11,14 @@ import yaml
 from PIL import Image
 
 from reproduction.identity import run_hash
-from tests.images import write_images
 from tests.programs import (
     ROOT,
-    SHORT,
     SMALL,
     Run,
     assert_refused,
     assert_succeeded,
     cells,
     config_of,
-    evaluate,
     script,
     trained,
     words_of,
@@ -176,28 +172,6 @@ def test_a_report_says_why_a_picture_is_missing(drawn_texts: dict[str, list[str]
     assert "mixed_pairs.png is not drawn: the trained model mixes none of" in page
     assert "](saliency.png)" in page
     assert not (run.path / "mixed_pairs.png").exists()
-
-
-def test_of_few_classes_no_top_5_is_told(here: Path):
-    """It would be 100 %."""
-    root = write_images(here / "images", ["a", "b", "c"], train=8, held_out=4)
-    words = (SHORT, "dataset=image_folder", f"dataset.root={root}", "augmentation=[vtm]")
-    trained(words, "recipe.max_steps=1")
-    evaluated = evaluate("run=outputs/mine")
-    table = script("runs", "outputs")
-    for text in (evaluated.out, table.out):
-        assert "top" in text
-        assert "top-5" not in text
-        assert "top5" not in text
-
-
-def test_class_names_may_hold_anything(here: Path):
-    root = write_images(here / "images", ["a\tb", "$x_{1}$", "c" * 60], train=8, held_out=4)
-    data = ("dataset=image_folder", f"dataset.root={root}")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Glyph")
-        run = trained(SHORT, data, MIXING, draws=True)
-    assert (run.path / "mixed_pairs.png").stat().st_size > 10_000
 
 
 def shares(text: str, title: str) -> dict[str, float]:
