@@ -36,7 +36,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from reproduction import load_run  # noqa: F401
-from reproduction.compose import compose, with_overrides
+from reproduction.compose import compose
 from reproduction.config import ROOT, Config, validated
 from reproduction.identity import flat, run_hash  # noqa: F401
 from reproduction.models.build import (
@@ -436,12 +436,6 @@ def config_of(*words: Words) -> Config:
 def hash_of(raw: dict[str, Any]) -> str:
     """The hash of a saved configuration."""
     return run_hash(validated(Config, raw))
-
-
-def value_of(word: str) -> Any:
-    """The value that a word of a command line gives to its key."""
-    (value,) = with_overrides({}, [word]).values()
-    return value
 
 
 def report_name(study: str, seeds: int | None, scale: str, *words: Words) -> str:

@@ -28,9 +28,7 @@ from reproduction.training.evaluate import Scorer, predict
 from reproduction.training.graph import WARM_UP
 from reproduction.training.metrics import not_finite
 from reproduction.training.ranks import join_world
-from reproduction.training.stop import ending
 from tests.gpu.cases import (
-    ALL,
     AVERAGE,
     BOTH,
     CASES,
@@ -38,7 +36,6 @@ from tests.gpu.cases import (
     CLIP,
     EVERY_STACK,
     GRAPH,
-    LAYERS,
     NO_DROPOUT,
     QUICK_CASES,
     SMALL,
@@ -60,7 +57,6 @@ from tests.rehearsal import rehearsed
 
 WAYS = ("false", "true", "cuda-graph")  # values of `compile`
 CPU = torch.device("cpu")
-GIB = 2**30
 COMPILED = [  # model, batch size, stack, how
     (model, batch, stack, compiling)
     for model, batch in ((CCT, 32), (VIT, 8))
@@ -145,19 +141,6 @@ def test_a_step_never_waits(stack: list[str], gpu: torch.device, record_property
     assert not places
 
 
-def test_a_gain_that_is_not_finite_is_named(device: torch.device):
-    """On a GPU by the next line of the log, on a CPU at once."""
-    trainer = small_trainer(device, BOTH, "bf16")
-    block: Any = trainer.module.model.blocks[trainer.module.htm.layers[0]]
-    with torch.no_grad():
-        block.attn.qkv.weight.fill_(torch.nan)
-    try:
-        said = not_finite(steps_of(trainer, 6, 1)[0], False)
-    except FloatingPointError as raised:
-        said = str(ending(raised))
-    assert "the saliency gain is not finite" in said
-
-
 def test_an_evaluation_waits_once(gpu: torch.device, record_property: Record):
     trainer = small_trainer(gpu, [], "bf16")
     model = trainer.module.model
@@ -178,24 +161,6 @@ def test_an_evaluation_waits_once(gpu: torch.device, record_property: Record):
     many = waits_in(5)
     record_property("waits in 5 batches", ", ".join(many))
     assert len(many) == len(few)
-
-
-def test_a_batch_beyond_the_memory_ends_in_one_line_and_a_smaller_one_works(
-    gpu: torch.device, record_property: Record
-):
-    trainer = small_trainer(gpu, BOTH, "bf16", model=CCT)
-    torch.cuda.set_per_process_memory_fraction(
-        GIB / torch.cuda.get_device_properties(gpu).total_memory
-    )
-    try:
-        with pytest.raises(torch.OutOfMemoryError) as raised:
-            steps_of(trainer, 2048, 1)
-        said = str(ending(raised.value))
-        assert said.startswith("OutOfMemoryError: ")
-        assert math.isfinite(steps_of(trainer, 8, 1)[-1]["loss"])
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    record_property("beyond 1 GiB", said)
 
 
 def test_a_group_of_one_rank_trains_like_a_process_alone(
@@ -409,13 +374,3 @@ def test_steps_of_a_graph_draw_new_random_numbers(has_dropout: bool, device: tor
         assert len(different) == WARM_UP + 3, losses
     else:
         assert len(different) == 1, losses
-
-
-def test_the_same_seed_gives_the_same_losses(device: torch.device, record_property: Record):
-    """With dropout."""
-    batch = {"cuda": 32, "cpu": 6}[device.type]
-    one = steps_of(small_trainer(device, ALL, "bf16", LAYERS), batch, 5)
-    other = steps_of(small_trainer(device, ALL, "bf16", LAYERS), batch, 5)
-    error = max(abs(x["loss"] - y["loss"]) for x, y in zip(one, other, strict=True))
-    record_property("losses differ by", f"{error:.1e}")
-    assert error < 1e-2

@@ -1,14 +1,11 @@
 """Every example of docs/extending.md, from a folder outside of the repository, and what it does."""
 
-import json
 import re
 import shlex
 from pathlib import Path
 
 import pandas as pd
 import pytest
-import torch
-from safetensors import safe_open
 
 from tests.images import OWN, disturbed
 from tests.pages import codes
@@ -27,7 +24,6 @@ from tests.programs import (
     script,
     train,
     trained,
-    words_of,
 )
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
@@ -199,12 +195,6 @@ def test_an_input_mixing_is_counted_and_stands_alone():
     assert_refused(train(overrides, source), source, "has no attribute")
 
 
-def test_a_setting_of_an_input_mixing_is_called_as_it_is_typed():
-    key = "augmentation.resizemix.options.high"
-    overrides = ("--config-dir", "mine", SMALL, STEPS, "augmentation=[resizemix]")
-    assert_succeeded(train("-m", overrides, f"{key}=0.5,0.6"), f"A sweep over `{key}`")
-
-
 WIDE = """
 import resizemix
 
@@ -228,7 +218,7 @@ def test_a_mixing_with_wrong_weights_ends_the_run():
 
 
 @pytest.mark.parametrize("key", ["recipe.loss_options.run", "recipe.metrics.sure"])
-def test_an_option_without_plus_is_told_of_it(key: str):
+def test_an_option_without_plus_is_shown_with_it(key: str):
     assert_refused(train(SMALL, f"{key}=outputs"), f"use +{key}=outputs")
 
 
@@ -240,41 +230,3 @@ def test_pictures_and_counts_of_a_model_with_an_adapter_of_its_own():
         assert f"![{picture}]" in report, report
     result = script("look", str(mine.path), "model.source=vit:vit")
     assert_succeeded(result, "tokens of easy samples by rho")
-
-
-INSIDE = """
-from torch import nn
-
-class Inside(nn.Module):
-    def __init__(self, num_classes, size):
-        super().__init__()
-        assert num_classes > 1
-        self.model = nn.Sequential(nn.Flatten(), nn.Linear(3 * size**2, num_classes))
-
-    def forward(self, images):
-        return self.model(images)
-"""
-
-
-def test_weights_of_a_model_whose_names_are_like_those_of_other_programs(here: Path):
-    """Its parameters are `model.1.weight`, as those of the plain model in a module."""
-    (here / "inside.py").write_text(INSIDE)
-    chosen = words_of("model=custom model.name=inside model.source=inside:Inside augmentation=[]")
-    size = "+model.options.size=${model.image_size}"
-    mine = trained(SMALL[1:], STEPS, chosen, size)
-    of_run = ("run=outputs/mine", "model.source=inside:Inside")
-    for weights in ("last", "best"):
-        assert_succeeded(evaluate(of_run, f"weights={weights}"))
-        model, _, _ = load_run(mine.path, weights, source="inside:Inside")
-        assert dict(model.state_dict()).keys() == mine.best().keys()
-    best = mine.path / "checkpoints" / "best.safetensors"
-    other = trained(SMALL[1:], STEPS, chosen, size, f"model.weights={best}", name="other")
-    assert "and its head" in other.summary["initial_weights"]
-    assert_succeeded(evaluate(of_run, "export=mine.safetensors"))
-    torch.save(mine.best(), "foreign.pt")
-    of_file = ("checkpoint=foreign.pt", chosen, size)
-    assert_succeeded(evaluate(of_file, "export=foreign.safetensors"))
-    for file in ("mine", "foreign"):
-        with safe_open(f"{file}.safetensors", "pt") as exported:
-            assert {*exported.keys()} == mine.best().keys()
-            assert json.loads(exported.metadata()["arguments"])["num_classes"] == 10

@@ -63,14 +63,6 @@ def test_files_are_flushed_before_they_are_moved_and_folders_after(noted: Noted)
             assert after[:2] == ("flush", str(Path(event.rest).parent)), events
 
 
-def test_which_files_are_moved_into_their_place(noted: Noted):
-    folder = noted.run.path
-    moved = [Path(event.rest) for event in noted.events if event.kind == "move"]
-    for name in ("config.yaml", "summary.json", "report.md"):
-        assert folder / name in moved
-    assert moved.count(folder / "checkpoints/last.pt") == 2
-
-
 def test_lines_are_flushed_before_the_checkpoint_that_records_their_size(noted: Noted):
     lines = str(noted.run.path / "metrics.jsonl")
     last = str(noted.run.path / "checkpoints/last.pt")

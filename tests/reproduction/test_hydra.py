@@ -56,15 +56,6 @@ def test_a_habit_of_hydra_works(command: str):
     assert list(Path().iterdir()) == [Path("own")]
 
 
-def test_a_sweep_removes_no_empty_folder_of_the_user():
-    Path("a/b").mkdir(parents=True)
-    Path("outputs").mkdir()
-    for folder in ((), "hydra.sweep.dir=a/b", "hydra.sweep.dir=a/b/c/d"):
-        result = train("-m", "seed=0,1", "dry_run=1", folder)
-        assert_succeeded(result)
-        assert sorted(Path().rglob("*")) == [Path("a"), Path("a/b"), Path("outputs")]
-
-
 @pytest.mark.parametrize(
     ("typed", "option"), [("model=cct_2", "model=cct_2_3x2"), ("hydra/sweeper=gr", "grid")]
 )
@@ -84,7 +75,7 @@ def test_a_sweep_ends_in_one_table_and_goes_on():
     assert failed.err.count("is kept as failed") == 2
 
 
-def test_the_words_of_a_run_are_recorded():
+def test_the_overrides_of_a_run_are_recorded():
     own = Path("own/experiment")
     write_own_files()
     words = ("seed=1", "name=its ${seed}", "experiment=own", SMALL)

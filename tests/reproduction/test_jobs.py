@@ -32,7 +32,7 @@ MINE = (OWN, SHORT)
 
 
 @pytest.mark.parametrize("jobs", [[], ["jobs=2"]], ids=["in turn", "processes"])
-def test_a_failed_point_ends_no_other_and_is_told_at_the_end(here: Path, jobs: list[str]):
+def test_a_failed_run_ends_no_other_and_is_named_at_the_end(here: Path, jobs: list[str]):
     result = train("-m", jobs, "recipe.lr=1e30,1e31,0.001", ONE)
     assert result.status == 1, result
     assert len(result.lines) == 2
@@ -62,7 +62,7 @@ def test_two_jobs_have_half_of_the_cores_each(here: Path, monkeypatch: pytest.Mo
         assert f"({cores // 2} cores)" in start["hardware"]
 
 
-def test_a_sweep_has_the_order_of_its_words(here: Path):
+def test_a_sweep_has_the_order_of_its_overrides(here: Path):
     """The last one changes fastest, whatever the names sort like."""
     sweep = (words_of("-m recipe.lr=0.2,0.1 seed=3,1"), ONE)
     shown = train(sweep, "dry_run=1").out
@@ -93,7 +93,7 @@ def test_jobs_of_several_devices_have_gpus_of_their_own(
     assert sorted(log.read_text().split()[-1] for log in logs) == ["0,1", "0,1", "2,3"]
 
 
-def test_a_process_that_dies_without_a_word_is_told(here: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_process_that_dies_in_silence_is_named(here: Path, monkeypatch: pytest.MonkeyPatch):
     Path("sitecustomize.py").write_text(DYING)
     monkeypatch.setenv("PYTHONPATH", str(here))
     result = train("-m", "jobs=2", "seed=0,1", ONE)
@@ -101,7 +101,7 @@ def test_a_process_that_dies_without_a_word_is_told(here: Path, monkeypatch: pyt
     assert result.err.count("ended with status 3; its output is in outputs/.logs") == 2
 
 
-def test_a_task_is_one_point_and_a_dry_run_is_none(here: Path):
+def test_a_task_is_one_run_and_a_dry_run_is_none(here: Path):
     sweep = ("-m", "seed=0,1,2", ONE)
     shown = train(sweep, "dry_run=1")
     assert_succeeded(shown, "3 runs: 3 not started")
@@ -127,21 +127,6 @@ NAMES = {
     "name=mine": "mine\n",
     "seed=3 name='of-${seed}'": "of-3\n",
 }
-
-
-@pytest.mark.parametrize("command", NAMES)
-def test_names_say_what_is_trained(here: Path, command: str):
-    result = train("dry_run=1", command.split())
-    assert f" outputs/{NAMES[command]}" in result.out
-
-
-def test_a_long_name_is_cut_in_front_of_its_seed_and_hash(here: Path):
-    long = f"recipe.lr=0.001{'0' * 200}"
-    shown = train("-m", long, "recipe.epochs=2,3", "seed=7", "dry_run=1").out
-    names = re.findall(r"outputs/(\S+)", shown)
-    assert len({*names}) == 2
-    for name in names:
-        assert re.search(r"-s7-[0-9a-f]{8}$", name)
 
 
 def test_an_interrupted_sweep_goes_on_with_the_same_command(here: Path):

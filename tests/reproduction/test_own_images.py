@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 
 from tests.images import OWN, digits, disturbed, reads, recorded, write_images
 from tests.pages import codes, section
@@ -24,7 +23,6 @@ from tests.programs import (
     Words,
     assert_refused,
     assert_succeeded,
-    dry,
     evaluate,
     predictions,
     runs,
@@ -221,28 +219,6 @@ def test_finished_run_is_not_the_result_of_other_images(here: Path, change: Call
     assert_refused(train("-m", "seed=1,0", FOLDER, "resume=auto"), run.path.name, "data")
     assert snapshot() == before
     trained(FOLDER, "resume=auto", name="other")
-
-
-def hash_at(root: str) -> str:
-    return dry(FOLDER, f"dataset.root={root}")[1]
-
-
-def test_spellings_of_a_folder_are_one_run(here: Path):
-    write_images(here / "d", ["ant", "bee"], train=1, held_out=1)
-    (here / "e").symlink_to("d")
-    first = {hash_at(root) for root in ("d", "d/", "./d", "e/../d")}
-    assert len(first) == 1
-    assert hash_at("e") not in first
-
-
-def test_weights_of_the_same_name_may_be_others(here: Path):
-    state = trained(own("arrays"), name="first").best()
-    save_file(state, "w.safetensors")
-    words = (own("arrays"), "model.weights=w.safetensors", "name=run", "resume=auto")
-    assert_succeeded(train(words))
-    assert_succeeded(train(words))
-    save_file({name: torch.zeros_like(value) for name, value in state.items()}, "w.safetensors")
-    assert_refused(train(words), "model.weights")
 
 
 # The examples of the page on random images

@@ -221,22 +221,3 @@ def test_signal_to_the_process_group_leaves_a_resumable_run(
     assert "interrupted" in line
     assert run.summary["status"] == "interrupted"
     assert run.checkpoint()["step"] == run.steps[-1]["step"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_run_outlives_its_terminal_if_it_ignores_the_signal(here: Path, devices: int):
-    terminal, end = os.openpty()
-    run = Run("outputs/mine")
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    long = "++dataset.options.train=1100"  # epochs of a second, whose bars draw themselves
-    with started(PLAIN, "recipe.epochs=3", f"devices={devices}", long, stdout=end) as process:
-        signal.signal(signal.SIGHUP, before)
-        os.close(end)
-        eventually(lambda: run.checkpoints)
-        os.killpg(process.pid, signal.SIGHUP)
-        os.close(terminal)
-        result = ended(process)
-    assert_succeeded(result)
-    assert result.err == ""
-    assert run.summary["status"] == "finished"

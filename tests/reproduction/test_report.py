@@ -110,7 +110,7 @@ def test_the_numbers_of_a_table_are_beside_the_page(report: Path, page: str):
     assert re.search(r"\| CIFAR-100 .* top-5 \[%\] ", page)
 
 
-def test_the_papers_value_is_a_point_of_its_sweep_and_not_compared_with_itself(report: Path):
+def test_the_papers_value_is_a_row_of_its_sweep_and_not_compared_with_itself(report: Path):
     sweep = pd.read_csv(report / "sweep-tau.csv")
     point = sweep[(sweep["augmentation.htm.tau"] == 2) & (sweep.outcome == "top1")]
     assert point.n.tolist() == [3]

@@ -123,15 +123,6 @@ def test_signals_end_a_run_after_a_step_and_it_resumes_there(
     ends_as(whole, words)
 
 
-@pytest.mark.parametrize("half", ["train", "held_out"])
-def test_a_signal_ends_the_wait_for_an_image(here: Path, whole: Run, half: str):
-    """As on a file system that hangs."""
-    with disturbed("hang", at=31, half=half):
-        assert train(BY_EPOCHS).status == 130
-    assert statuses() == ["interrupted"]
-    ends_as(whole, BY_EPOCHS)
-
-
 def test_failures_are_recorded_and_named_in_a_last_line(here: Path, whole: Run):
     """A mistake in the code of a data set keeps its traceback above that line."""
     with disturbed("interrupt", at=70):
@@ -298,17 +289,6 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(left: Run, whole: Ru
     assert "last.pt" in warning
     torch.testing.assert_close(load_file(best), saved, atol=0, rtol=0)
     ends_as(whole, BY_STEPS)
-
-
-@pytest.mark.parametrize("leaves", [[], [".lock"]], ids=["nothing", "a lock"])
-def test_a_run_begins_in_a_folder_without_its_files(here: Path, leaves: list[str]):
-    """That somebody has made, or a run that was killed before its first file."""
-    Path("outputs/mine").mkdir(parents=True)
-    for name in leaves:
-        Path("outputs/mine", name).touch()
-    trained(OWN, "recipe.max_steps=1", "model.embed_dim=16")
-    assert_refused(train(OWN, "name=mine"), "outputs/mine")
-    assert_refused(train(OWN, "name=mine", "resume=auto", "seed=1"), "outputs/mine")
 
 
 def test_a_run_without_readable_checkpoint_is_refused_unchanged(left: Run):

@@ -7,7 +7,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import NamedTuple
 
 import pytest
@@ -87,19 +87,6 @@ def test_a_run_logs_each_step(mixed: Trained):
         assert line["gain_max"] >= line["gain_mean"]
     for name in ("easy_samples", "mixed_samples", "input_mixed_samples"):
         assert max(line[name] for line in mixed.run.steps) > 0
-
-
-def test_a_run_prints_the_means_of_its_epochs(mixed: Trained):
-    for epoch in (1, 2):
-        lines = [line for line in mixed.run.steps if line["epoch"] == epoch]
-        assert printed_means(lines) in mixed.result.out
-
-
-def printed_means(lines: list[Line]) -> str:
-    """What the line of an epoch of these steps says."""
-    loss = fmean(line["loss"] for line in lines)
-    easy = sum(line["easy_samples"] for line in lines)
-    return f"  loss {loss:.3f}  easy {100 * easy / 60:.3g} %"
 
 
 def test_a_run_ends_with_its_summary(mixed: Trained):
@@ -295,21 +282,6 @@ def test_a_run_says_what_was_mixed_and_if_its_tau_mixes_nothing(here: Path, word
             told = f"easy 100 %, mixed {100 * mixed / 60:.3g} %, {tokens / mixed:.3g} tokens each"
             assert told in text
         assert "no token was replaced" not in text
-
-
-def test_the_first_of_equal_epochs_is_the_best(here: Path):
-    """With a tiny learning rate, weights differ and accuracies do not."""
-    still = ("recipe.lr=1e-6", "recipe.min_lr=0", "recipe.warmup_epochs=0", "recipe.epochs=2")
-    run = trained(OWN, SHORT, still, "dataset.validation=0.3")
-    assert len({line["val_top1"] for line in run.epochs}) == 1
-    first = run.checkpoint(1)
-    second = run.checkpoint()
-    best = run.best()["head.weight"]
-    assert first["epoch"] == 1
-    assert torch.equal(best, first["module"]["model.head.weight"])
-    assert not torch.equal(best, second["module"]["model.head.weight"])
-    assert run.summary["selected_epoch"] == 1
-    assert run.summary["top1_selected"] == run.summary["top1_last"]
 
 
 def test_max_steps_ends_a_run_within_an_epoch(here: Path):

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -170,18 +169,6 @@ def test_an_optimizer_is_made_with_the_rates_of_the_recipe(name: str):
     assert (defaults["lr"], defaults["weight_decay"]) == (0.02, 0.3)
 
 
-def test_sgd_has_plain_momentum():
-    words = (SGD, "augmentation=[]", "recipe.min_lr=0.1")
-    trainer = build_trainer(words)
-    name = "model.head.weight"
-    buffer = 0.0
-    for _ in range(3):
-        before = parameters(trainer)[name]
-        buffer = 0.9 * buffer + step(trainer, images_of(6)).gradients[name]
-        after = parameters(trainer)[name]
-        assert_close(after, before - 0.1 * buffer, atol=1e-6, rtol=1e-5)
-
-
 @pytest.fixture(scope="module")
 def averaged(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run with an average."""
@@ -206,23 +193,9 @@ def test_the_average_follows_every_update(model: tuple[str, ...]):
                 assert not torch.equal(value, new)
 
 
-def test_the_average_changes_no_step(here: Path, averaged: Run):
-    plain = trained(AVERAGED, name="plain")
-    losses = [line["loss"] for line in averaged.steps]
-    assert losses == [line["loss"] for line in plain.steps]
-    for ours, theirs in zip(averaged.epochs, plain.epochs, strict=True):
-        assert ours["eval_loss"] != theirs["eval_loss"]
-
-
 def test_the_average_is_evaluated(averaged: Run):
     best = max(averaged.epochs, key=lambda line: line["top1"])
     for weights, line in (("last", averaged.epochs[-1]), ("best", best)):
         words = (f"run={averaged.path}", f"weights={weights}", SOURCE, "device=cpu")
         assert_succeeded(evaluate(words))
         assert averaged.evaluation(weights)["eval_loss"] == line["eval_loss"]
-
-
-def test_the_average_is_exported(here: Path, averaged: Run):
-    assert_succeeded(evaluate(f"run={averaged.path}", "export=last.safetensors"))
-    average = averaged.checkpoint()["model_ema"]
-    assert_close(load_file("last.safetensors"), average, atol=0, rtol=0)

@@ -154,7 +154,7 @@ def write_study(name: str, changes: str) -> None:
     Path(name).write_text(yaml.safe_dump(content, sort_keys=False))
 
 
-def test_each_point_of_each_sweep_is_a_row_and_sweeps_are_compared_point_by_point():
+def test_each_run_of_each_sweep_is_a_row_and_sweeps_are_compared_value_by_value():
     write_study("two.yaml", f"seeds: 2\n{SWEPT}")
     planned = listed("two.yaml")
     assert len({run["row"] for run in planned}) == 4

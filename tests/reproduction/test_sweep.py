@@ -93,20 +93,6 @@ def test_rows_that_are_compared_differ_in_the_named_key_alone(model: Run):
     assert len({tuple(line[: titles.index("n")]) for line in lines}) == len(rows)
 
 
-def test_columns_have_names_that_are_unique(model: Run):
-    words = ("model=timm", "model.architecture=resnet18", "model.image_size=32")
-    words = tuple(word for word in words if "embed" not in word)
-    for name, n in (("a", 1), ("b", 2)):
-        folder = write(model, name, {}, top1_last=50.0 + n)
-        options = (f"+model.options.n={n}", f"+dataset.options.n={n + 2}")
-        config = asdict(config_of(words, options, "augmentation=[]"))
-        (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    _, text = table()
-    titles, *rows = cells(text)
-    assert titles[: titles.index("n")] == ["model.options.n", "dataset.options.n"]
-    assert [row[:2] for row in rows] == [["1", "3"], ["2", "4"]]
-
-
 # --- an override of all rows ---------------------------------------------------------------------
 
 ROWS = f"""

@@ -242,16 +242,6 @@ def test_runs_with_a_split_are_judged_on_it_and_the_test_set_stands_beside(model
     assert shown["test top-1 [%]"] == "79.00"
 
 
-def test_runs_of_which_some_have_a_split_are_all_shown(model: Run):
-    """They have the accuracy on the test set alone in common."""
-    split = {"val_top1_last": 90.0, "selected_epoch": 1, "top1_selected": 60.0}
-    write(model, "split", {TAU: 1.0, "dataset.validation": 0.1}, 0, top1_last=60.0, **split)
-    write(model, "whole", {TAU: 2.0}, 0, top1_last=70.0)
-    numbers, _ = table()
-    assert sorted(numbers["mean"]) == [60.0, 70.0]
-    assert {*numbers.half} == {"test"}
-
-
 def test_a_table_does_not_merge_runs_whose_data_differ(model: Run):
     """Of the runs on a data set those count whose images are those of the newest."""
     images = {"images": "54 images", "pixels": "1"}
@@ -262,12 +252,6 @@ def test_a_table_does_not_merge_runs_whose_data_differ(model: Run):
     assert numbers["mean"].tolist() == [82.5]
     assert text.count("not counted: ") == 2
     assert "has other pixels" in text
-
-
-def test_a_value_that_no_run_has_is_refused(model: Run):
-    several(model, {1.0: {0: 2.0}, 2.0: {0: 3.0}})
-    for word in ("lr=1", "tau=7"):
-        assert_refused(script("runs", "outputs", "--against", word), word)
 
 
 PRINTED = """

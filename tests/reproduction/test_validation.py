@@ -6,14 +6,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from tests.images import OWN, SOURCE, digits, disturbed, reads, recorded, write_images
+from tests.images import OWN, SOURCE, digits, reads, recorded, write_images
 from tests.programs import (
     SHORT,
     Run,
     assert_refused,
     assert_succeeded,
     evaluate,
-    same,
     train,
     trained,
     words_of,
@@ -119,19 +118,6 @@ def test_the_test_set_is_evaluated_for_the_last_and_the_selected_epoch(
     assert selected.summary[f"top5_{word}"] == scores["top5"]
 
 
-def test_run_that_ends_in_its_last_evaluation_resumes_alike(here: Path):
-    words = (SPLIT, "recipe.lr=0.02")
-    whole = trained(words, name="whole")
-    with disturbed("SIGTERM", at=1, half="held_out"):
-        assert train("name=stopped", words).status == 130
-    stopped = Run("outputs/stopped")
-    assert stopped.summary["status"] == "interrupted"
-    trained(words, "resume=auto", name="stopped")
-    assert same(whole, stopped) == []
-    for key in TEST_KEYS | VALIDATION_KEYS:
-        assert whole.summary[key] == stopped.summary[key]
-
-
 def test_folder_with_val_and_test_is_validated_on_val_and_tested_at_the_end(here: Path):
     write_images(here / "images", ["cat", "dog"], train=6, held_out=2, test=4)
     assert_refused(train(FOLDER, "dataset.validation=0.2"), "dataset.validation=0.2")
@@ -144,14 +130,3 @@ def test_folder_with_val_and_test_is_validated_on_val_and_tested_at_the_end(here
     assert set(summary) >= TEST_KEYS | VALIDATION_KEYS
     assert summary["top1_best"] is None
     assert_succeeded(evaluate("run=outputs/run"), "on 8 images of image_folder")
-
-
-def test_a_metric_of_a_name_like_ours_replaces_none(here: Path):
-    """It has no part in the choice of an epoch, and keeps its name."""
-    Path("one.py").write_text("def one():\n    return lambda logits, classes: 1.0\n")
-    run = trained(SPLIT, "+recipe.metrics.eval_top1=one:one")
-    for line in run.epochs:
-        assert line["val_eval_top1"] == 1
-        assert line["val_top1"] != 1
-    assert run.summary["val_top1_last"] == run.epochs[-1]["val_top1"]
-    assert run.summary["eval_top1_last"] == 1

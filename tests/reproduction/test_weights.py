@@ -14,7 +14,7 @@ import pytest
 import timm
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -161,14 +161,6 @@ def test_state_dicts_are_found_in_all_common_containers(here: Path, container: s
     state = initial_model(TINY).state_dict()
     torch.save(CONTAINERS[container](state), "weights.any")
     same(begun(here / "weights.any", TINY), state)
-
-
-def test_state_dicts_are_found_in_other_formats(here: Path):
-    state = initial_model(TINY).state_dict()
-    save_file(state, "tensors.any", metadata={"format": "pt"})
-    torch.save(state, "legacy.any", _use_new_zipfile_serialization=False)
-    same(begun(here / "tensors.any", TINY), state)
-    same(begun(here / "legacy.any", TINY), state)
 
 
 @pytest.mark.parametrize("words", [TINY, pytest.param(VIT, marks=pytest.mark.slow)], ids=str)

@@ -27,11 +27,9 @@ from tokenmixup import (
     attach,
     difficulty,
     gain_matrix,
-    gradient_saliency,
     mix_horizontal,
     optimal_assignment,
     rollout_saliency,
-    salient_indices,
 )
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -292,16 +290,6 @@ def test_rollout_saliency_is_the_product_with_later_maps_on_the_left(steps, pref
     assert_close(found, torch.stack(expected).float())
 
 
-def test_gradient_saliency_pools_to_the_grid_and_sums_to_one():
-    pixels = torch.arange(32.0).reshape(1, 4, 8)
-    found = gradient_saliency(pixels, 8)  # 2 x 4 tokens of 2 x 2 pixels
-    blocks = pixels.reshape(2, 2, 4, 2).mean(dim=(1, 3)).flatten()
-    assert_close(found[0], blocks / blocks.sum())
-    assert torch.equal(gradient_saliency(torch.zeros(1, 4, 4), 4), torch.zeros(1, 4))
-    with pytest.raises(ValueError, match="5 tokens form no grid"):
-        gradient_saliency(pixels, 5)
-
-
 def test_the_gradient_detector_is_the_gradient_of_each_samples_own_loss():
     """By the plain model without dropout, in the patches' grid; nothing of it stays behind."""
     model = small_vit(drop_path_rate=0.5)
@@ -417,13 +405,6 @@ def test_auto_thresholds_fit_classes_and_tokens(num_classes, num_tokens, tau, rh
     assert second.rho_for(num_tokens) == pytest.approx(rho, abs=5e-5)
 
 
-def test_salient_indices_leave_the_prefix_out():
-    saliency = torch.tensor([[0.1, 0.5, 0.0, 0.3, 0.1], [0.9, 0.0, 0.0, 0.0, 0.8]])
-    assert salient_indices(saliency, 2, num_prefix_tokens=2).tolist() == [[3, 5], [2, 6]]
-    with pytest.raises(ValueError, match="kappa=6"):
-        salient_indices(saliency, 6)
-
-
 def manifold(**settings: Any) -> tuple[Any, Tensor, Tensor, Tensor]:
     """Returns the output of a pass, the kept share and the partners that its targets tell."""
     torch.manual_seed(0)
@@ -454,13 +435,3 @@ def test_manifold_mixup_is_linear_in_the_tokens_of_the_drawn_block_and_the_targe
     assert_close(output.logits, model(images), atol=1e-5, rtol=1e-4)
     assert_close(output.targets, mixed(torch.eye(CLASSES)))
     assert output.stats["mixed_samples"] == 0
-
-
-@pytest.mark.parametrize("layer", [0, 1])
-def test_htm_mixes_what_manifold_mixup_leaves_and_is_measured_by_its_targets(layer: int):
-    settings = {"manifold_mixup": {"alpha": 1.0, "layers": [layer]}}
-    output, _, _, _ = manifold(**settings)
-    both, _, _, _ = manifold(htm={"layer": layer, "tau": INF, "rho": INF}, **settings)
-    assert_close(both.targets, output.targets)
-    expected = F.cross_entropy(both.layers[0].score_logits, output.targets)
-    assert_close(both.score_loss, expected)

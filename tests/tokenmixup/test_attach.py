@@ -1,16 +1,13 @@
 """What `attach` makes of a model: the plain one where nothing mixes, a loss, figures, groups."""
 
-import copy
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
 from timm.data import resolve_model_data_config
-from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -191,49 +188,6 @@ def test_the_model_is_untouched_after_a_pass_and_after_failed_ones(images, targe
         module.train()(broken, targets)
     assert_nothing_is_left(module)
     assert torch.equal(module.eval()(images), expected)
-
-
-def test_a_copy_runs_its_own_parts(images, targets):
-    module = attached(**BOTH)
-    expected = module(images, targets)
-    other = copy.deepcopy(module)
-    assert torch.equal(other(images, targets).logits, expected.logits)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-    assert (other(images, targets).layers[0].score_logits == 0).all()
-    assert torch.equal(module(images, targets).logits, expected.logits)
-
-
-class Factors(NamedTuple):
-    rate: float  # times the learning rate
-    weight_decay: float
-
-
-def factors(model: nn.Module, **options: Any) -> dict[str, Factors]:
-    """Those of each parameter, by name, with timm's optimiser."""
-    optimizer = create_optimizer_v2(model, opt="sgd", lr=1.0, weight_decay=0.05, **options)
-    of = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            of[parameter] = Factors(group.get("lr_scale", 1.0), group["weight_decay"])
-    return {name: of[parameter] for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.parametrize("options", [{"layer_decay": 0.5}, {}], ids=str)
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "cait_xxs24_224"])
-def test_parameters_learn_at_the_rates_of_the_plain_model(name: str, options: Any):
-    """timm finds their groups by patterns of names, or by a function of the model."""
-    with torch.device("meta"):
-        model = timm.create_model(name, num_classes=CLASSES)
-        plain = factors(model, **options)
-        ours = factors(attach(model, CLASSES, htm={"layer": [0, 1]}), **options)
-    scorenets = [ours.pop(key) for key in list(ours) if key.startswith("scorenets.")]
-    assert ours == {f"model.{name}": factor for name, factor in plain.items()}
-    assert len(scorenets) >= 4
-    assert all(factor.rate == 1 for factor in scorenets)
-    different = {factor.rate for factor in plain.values()}
-    assert (len(different) > 4) == ("layer_decay" in options)
 
 
 def test_what_timm_asks_a_model_for_is_the_models():

@@ -1,4 +1,4 @@
-"""A word means what was typed: on every command line, and in files of studies."""
+"""An override means what was typed, on every command line."""
 
 from pathlib import Path
 
@@ -11,27 +11,9 @@ from tests.programs import (
     evaluate,
     runs,
     train,
-    value_of,
 )
 
 ONE = (SMALL, "recipe.epochs=1")
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1", 1),
-        ("-1e-3", -1e-3),
-        ("null", None),
-        ("true", True),
-        ("[1,two]", [1, "two"]),
-        ("{a: 1}", {"a": 1}),
-        ("'1'", "1"),
-        ('"it\'s"', "it's"),
-    ],
-)
-def test_values_are_read_by_hydras_grammar(text: str, value: object):
-    assert value_of(f"key={text}") == value
 
 
 def test_every_program_reads_alike(here: Path):
@@ -43,7 +25,7 @@ def test_every_program_reads_alike(here: Path):
 
 
 @pytest.mark.parametrize("value", ["'table1/cifar10_htm'", "[table1/cifar10_htm]"])
-def test_a_name_has_what_a_word_means(here: Path, value: str):
+def test_a_name_has_what_an_override_means(here: Path, value: str):
     listed = train("dry_run=1", "experiment=table1/cifar10_htm")
     assert_succeeded(listed, "outputs/table1-cifar10_htm-s0-")
     assert train("dry_run=1", f"experiment={value}").out == listed.out

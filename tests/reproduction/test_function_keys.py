@@ -1,4 +1,4 @@
-"""The one door: paths of one's own in every program and child, mistakes, other code."""
+"""Keys that choose a function: own paths in every program and child, mistakes, other code."""
 
 import sys
 from collections.abc import Iterator
@@ -84,14 +84,6 @@ KEYS: dict[str, tuple[Words, str]] = {
     "recipe.loss": ((), "losing"),
     "recipe.metrics.mine": ((), "measuring"),
 }
-OPTIMIZERS = [
-    "adamw",
-    "sgd",
-    "timm.optim:Lion",
-    "timm.optim:Adan",
-    "timm.optim:Lamb",
-    "torch.optim:RAdam",
-]
 OPTIONS = {"model.source": "model.options", "recipe.metrics.mine": "recipe.metrics_options.mine"}
 MISTAKES = {  # path -> what the line names
     "{name}.": "must be",
@@ -184,7 +176,7 @@ def changed(module: Path) -> None:
     del sys.modules[module.stem]
 
 
-def test_other_code_does_not_resume_a_run_and_is_told_in_tables(module: Path):
+def test_other_code_does_not_resume_a_run_and_is_named_in_tables(module: Path):
     words = (ONE, IMAGES, "name=mine-${seed}", "resume=auto")
     assert_succeeded(train(words, "seed=0"))
     first = Run("outputs/mine-0").summary["code"]["dataset.source"]
