@@ -55,7 +55,6 @@ WARNING: these are the rows of the study with other settings, so their values mu
 with printed ones."""
 FULL = "full"
 SMOKE = "smoke"
-SCALES = (FULL, SMOKE)
 # Four batches of eight images, tested on forty.
 SHORT = [
     "recipe.epochs=1",

@@ -26,8 +26,10 @@ from reproduction.training.checkpoint import Clock, check_classes, save_plain, w
 from reproduction.training.evaluate import Metric, Scorer, Scores, predict
 from reproduction.training.loggers import Loggers
 from reproduction.training.step import Stats, Trainer
-from reproduction.training.stop import ADVICE, Stop
+from reproduction.training.stop import Stop
 from tokenmixup.assignment import Diverged
+
+ADVICE = "a lower recipe.lr, a recipe.clip_grad_norm or recipe.precision=float32"
 
 
 @dataclass

@@ -36,7 +36,7 @@ from reproduction.training.stop import ending, handling, stop_at_once
 
 Result = TypeVar("Result")
 
-SECONDS_OF_FIRST = 2.0  # for the first rank to print its error
+SECONDS_OF_OTHERS = 2.0  # for ranks that know the reason to say it first
 GRACE_SECONDS = 10.0  # for the other ranks to end by themselves, then to end on SIGTERM
 SIGNAL_STATUS = 128  # exit status of a signal, as in a shell: 128 + its number
 
@@ -208,7 +208,10 @@ def _outcomes(meeting: Path) -> dict[int, Any]:
 
 def _result(ended: Ended) -> Any:
     """What the ranks return; raises the error of the one that says why they end."""
-    reasons = [rank for rank, outcome in ended.outcomes.items() if _is_reason(outcome)]
+    reasons = []
+    for rank, outcome in ended.outcomes.items():
+        if isinstance(outcome, OneLineError) and not isinstance(outcome, RankFailed):
+            reasons.append(rank)
     # The first one to end may only know that another is gone.
     rank = reasons[0] if reasons else ended.first
     code = ended.codes[rank]
@@ -227,11 +230,6 @@ def _result(ended: Ended) -> Any:
     raise RankFailed(f"rank {rank}: {reason}")
 
 
-def _is_reason(outcome: Any) -> bool:
-    """Whether this is an error that says why all ranks end."""
-    return isinstance(outcome, OneLineError) and not isinstance(outcome, RankFailed)
-
-
 @contextmanager
 def as_rank() -> Iterator[None]:
     """Around each rank, and a process that is alone: the one place that explains errors."""
@@ -246,11 +244,14 @@ def as_rank() -> Iterator[None]:
 def _after_the_others(end: OneLineError) -> OneLineError:
     """Returns the error. A rank of torchrun prints it; programs print that of the first one.
 
-    It waits before: torchrun ends it if the first one has the same error.
+    It waits before: torchrun ends it if the first one has the same error. A rank that only knows
+    that another is gone waits too, and prints nothing, so that the other one is named.
     """
-    is_of_torchrun = launched_ranks() is not None and MEETING not in os.environ
-    if is_of_torchrun and not is_first_rank():
-        time.sleep(SECONDS_OF_FIRST)
+    is_gone = isinstance(end, RankFailed)
+    is_silent = launched_ranks() is not None and MEETING not in os.environ and not is_first_rank()
+    if is_gone or is_silent:
+        time.sleep(SECONDS_OF_OTHERS)
+    if is_silent and not is_gone:
         warn(f"rank {os.environ['RANK']}: {end}")
     return end
 

@@ -24,8 +24,6 @@ from reproduction.files import LACKS
 
 Batch = TypeVar("Batch")
 
-ADVICE = "a lower recipe.lr, a recipe.clip_grad_norm or recipe.precision=float32"
-
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
