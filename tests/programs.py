@@ -2,8 +2,8 @@
 
 The only file of the tests that knows how a program is started, how a run folder is read, and what
 the experiments call their parts. Programs run in this process, in the current folder: `train(...)`,
-`evaluate(...)` and `script(NAME, ...)` take the words of a command line, also in groups:
-`train(SMALL, "name=mine")`. With DOORS=process, or `apart=True`, each gets a process of its own.
+`evaluate(...)` and `script(NAME, ...)` take the overrides of a command line, also in groups:
+`train(SMALL, "name=mine")`. With PROGRAMS=process, or `apart=True`, each gets a process of its own.
 """
 
 import csv
@@ -54,29 +54,31 @@ from tokenmixup import TokenMixup
 from tokenmixup.output import Stat
 
 Line = dict[str, Any]
-Words = str | Iterable["Words"]  # a word of a command line, or a group of them
+Overrides = str | Iterable["Overrides"]  # an override, or a group of them
 
 
-def words_of(text: str) -> tuple[str, ...]:
-    """The words of a text, none of which has a space."""
+def overrides_of(text: str) -> tuple[str, ...]:
+    """The overrides of a text, none of which has a space."""
     return tuple(text.split())
 
 
-def line_of(words: Words) -> list[str]:
-    """The words of a group, also those of the groups in it."""
-    if isinstance(words, str):
-        return [words]
-    return [word for part in words for word in line_of(part)]
+def line_of(overrides: Overrides) -> list[str]:
+    """The overrides of a group, also those of the groups in it."""
+    if isinstance(overrides, str):
+        return [overrides]
+    return [override for part in overrides for override in line_of(part)]
 
 
 # A run of seconds: a shallow, narrow CCT on a few digits, otherwise the defaults.
-SMALL = words_of("""
+SMALL = overrides_of("""
     model.embed_dim=16 dataset.limit=60 dataset.eval_limit=60 recipe.batch_size=20
     recipe.epochs=2 recipe.log_every=2 checkpoint.every_epochs=1 device=cpu
 """)
-SHORT = tuple(word for word in SMALL if "limit" not in word)  # for other images than digits
+SHORT = tuple(
+    override for override in SMALL if "limit" not in override
+)  # for other images than digits
 SMALL_VIT = ("model.architecture=test_vit", "model.depth=6")  # timm's own test model, width 64
-TORCHRUN = words_of("-m torch.distributed.run --nproc-per-node=2")
+TORCHRUN = overrides_of("-m torch.distributed.run --nproc-per-node=2")
 PATIENCE = 300.0  # seconds for what takes seconds, on a shared machine
 # Keys that depend on speed, directly or by the number of digits of such values (metrics_size).
 TIMES = {"seconds", "train_seconds", "eval_seconds", "metrics_size", "images_per_second"}
@@ -103,23 +105,27 @@ def assert_refused(result: Result, *named: str, status: int = 2) -> None:
         assert part in result.err, result
 
 
-def assert_succeeded(result: Result, *told: str) -> None:
+def assert_succeeded(result: Result, *parts: str) -> None:
     """Asserts that a program succeeded, and printed all these."""
     assert result.status == 0, result
-    for part in told:
+    for part in parts:
         assert part in result.out, result
 
 
 def run(
-    program: str, *words: Words, apart: bool = False, draws: bool = True, spawns: bool = False
+    program: str,
+    *overrides: Overrides,
+    apart: bool = False,
+    draws: bool = True,
+    spawns: bool = False,
 ) -> Result:
     """Runs a program of the repository, and returns what it prints.
 
     Unless it `draws`, pictures are empty files: to draw them takes longer than a small run.
     Unless it `spawns`, its ranks are copies of this process, which has imported all they need.
     """
-    if apart or os.environ.get("DOORS") == "process":
-        with started(words, program=program) as process:
+    if apart or os.environ.get("PROGRAMS") == "process":
+        with started(overrides, program=program) as process:
             return ended(process)
     _forget()
     path = str(ROOT / program)
@@ -127,7 +133,7 @@ def run(
         out = stack.enter_context(_captured(1))
         err = stack.enter_context(_captured(2))
         stack.enter_context(mock.patch.dict(os.environ))
-        stack.enter_context(mock.patch.object(sys, "argv", [path, *line_of(words)]))
+        stack.enter_context(mock.patch.object(sys, "argv", [path, *line_of(overrides)]))
         handlers = list(logging.root.handlers)  # Hydra adds its own
         stack.enter_context(mock.patch.object(logging.root, "handlers", handlers))
         if not draws:
@@ -148,23 +154,25 @@ train = partial(run, "train.py", draws=False)
 evaluate = partial(run, "eval.py", draws=False)
 
 
-def code_of_a_copy(*words: Words) -> int | None:
+def code_of_a_copy(*overrides: Overrides) -> int | None:
     """Trains in a copy of this process, which may be killed; its exit code is then negative."""
-    copy = mp.get_context("fork").Process(target=train, args=words)
+    copy = mp.get_context("fork").Process(target=train, args=overrides)
     copy.start()
     copy.join(PATIENCE)
     return copy.exitcode
 
 
-def script(name: str, *words: Words, apart: bool = False) -> Result:
+def script(name: str, *overrides: Overrides, apart: bool = False) -> Result:
     """Runs a script; the one that trains draws no pictures."""
-    draws = name != "reproduce" or "--no-train" in words
-    return run(f"scripts/{name}.py", words, apart=apart, draws=draws)
+    draws = name != "reproduce" or "--no-train" in overrides
+    return run(f"scripts/{name}.py", overrides, apart=apart, draws=draws)
 
 
-def trained(*words: Words, name: str = "mine", root: str | Path = "outputs", **how: Any) -> "Run":
+def trained(
+    *overrides: Overrides, name: str = "mine", root: str | Path = "outputs", **how: Any
+) -> "Run":
     """Trains a run to its end."""
-    assert_succeeded(train(words, f"name={name}", f"output_root={root}", **how))
+    assert_succeeded(train(overrides, f"name={name}", f"output_root={root}", **how))
     return Run(Path(root, name))
 
 
@@ -229,7 +237,7 @@ def _forget() -> None:
 
 @contextmanager
 def started(
-    *words: Words, program: str = "train.py", launcher: Words = (), **options: Any
+    *overrides: Overrides, program: str = "train.py", launcher: Overrides = (), **options: Any
 ) -> Iterator[subprocess.Popen[str]]:
     """Starts a program in a session of its own, whose processes are all killed at the end."""
     code = [str(ROOT / program)]
@@ -238,7 +246,7 @@ def started(
     paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     standard = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
     process = subprocess.Popen(
-        [sys.executable, *line_of([launcher, code, words])],
+        [sys.executable, *line_of([launcher, code, overrides])],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
         text=True,
         start_new_session=True,
@@ -262,7 +270,7 @@ def children(process: int) -> list[int]:
     """The processes that a process has started, as far as they live."""
     tasks = Path(f"/proc/{process}/task").glob("*/children")
     text = "".join(path.read_text() for path in tasks)
-    return [int(word) for word in text.split()]
+    return [int(override) for override in text.split()]
 
 
 def command_of(process: int) -> str:
@@ -428,9 +436,9 @@ def assert_same_lines(ours: list[Line], theirs: list[Line], **bound: float) -> N
         assert line | speed == pytest.approx(other | speed, **bound)
 
 
-def config_of(*words: Words) -> Config:
+def config_of(*overrides: Overrides) -> Config:
     """The configuration of a command line."""
-    return compose(line_of(words))
+    return compose(line_of(overrides))
 
 
 def hash_of(raw: dict[str, Any]) -> str:
@@ -438,21 +446,21 @@ def hash_of(raw: dict[str, Any]) -> str:
     return run_hash(validated(Config, raw))
 
 
-def report_name(study: str, seeds: int | None, scale: str, *words: Words) -> str:
+def report_name(study: str, seeds: int | None, scale: str, *overrides: Overrides) -> str:
     """The name of the files to which a command writes the table of its study."""
-    _, (part,) = planned(study, seeds, scale, line_of(words))
+    _, (part,) = planned(study, seeds, scale, line_of(overrides))
     return part.file
 
 
-def dry(*words: Words) -> tuple[dict[str, Any], str]:
+def dry(*overrides: Overrides) -> tuple[dict[str, Any], str]:
     """The configuration of a command line as nested mappings, and the hash of its run."""
-    config = config_of(words)
+    config = config_of(overrides)
     return asdict(config), run_hash(config)
 
 
-def initial_model(*words: Words, classes: int = 10) -> nn.Module:
-    """The plain model with which a run of these words begins."""
-    config = config_of(words).model
+def initial_model(*overrides: Overrides, classes: int = 10) -> nn.Module:
+    """The plain model with which a run of these overrides begins."""
+    config = config_of(overrides).model
     model = build_model(config, classes)
     load_initial_weights(config, model)
     return model
@@ -468,13 +476,16 @@ class Step(NamedTuple):
     trainer: Any
 
 
-def build_trainer(*words: Words) -> Any:
-    """The trainer of a run of these words, without its images."""
-    return bench.build_trainer(line_of(words))
+def build_trainer(*overrides: Overrides) -> Any:
+    """The trainer of a run of these overrides, without its images."""
+    return bench.build_trainer(line_of(overrides))
 
 
 def step(trainer: Any, batch: tuple[Tensor, Tensor]) -> Step:
-    """Trains a step on images (`b 3 h w`, uint8) and classes (`b`); words build a new trainer."""
+    """Trains a step on images (`b 3 h w`, uint8) and classes (`b`).
+
+    Overrides build a new trainer.
+    """
     images, classes = batch
     if isinstance(trainer, tuple | list):
         trainer = build_trainer(trainer)
@@ -500,9 +511,9 @@ def value_of_stat(stat: Stat) -> float:
     return float(stat.total) / max(float(stat.divisor), 1)
 
 
-def meta_module(*words: Words, classes: int = 10) -> TokenMixup:
+def meta_module(*overrides: Overrides, classes: int = 10) -> TokenMixup:
     """The module of a run, without values and weights from files."""
-    config = config_of(words)
+    config = config_of(overrides)
     with torch.device("meta"):
         return build_module(without_weights(config.model), config.augmentation, classes)
 

@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs: on a CPU the steps run that a graph would replay."""
+"""CUDA graphs on a CPU: the steps run that a graph would replay."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

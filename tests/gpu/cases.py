@@ -15,7 +15,7 @@ from tests.conftest import other_rules
 SMALL = "cct_2_3x2"
 CCT = "cct_7_3x1"
 VIT = "vit_base_patch16_224"
-TRAINED_AS = {  # model -> words of its own recipe, classes, factor on its q, k and v
+TRAINED_AS = {  # model -> overrides of its own recipe, classes, factor on its q, k and v
     SMALL: (["dataset=digits", "recipe=quickstart"], 10, 12),
     CCT: (["dataset=cifar100", "recipe=cifar_cct"], 100, 6),
     VIT: (["dataset=imagenet1k", "recipe=imagenet_vit"], 1000, 3),
@@ -137,11 +137,11 @@ def small_trainer(
     HTM mixes every sample, unless it is overridden.
     """
     recipe, classes, sharpness = TRAINED_AS[model]
-    words = [f"model={model}", *recipe, f"device={device.type}", f"recipe.precision={precision}"]
-    words.append(f"augmentation=[{','.join(stack)}]")
+    own = [f"model={model}", *recipe, f"device={device.type}", f"recipe.precision={precision}"]
+    own.append(f"augmentation=[{','.join(stack)}]")
     if "htm" in stack:
-        words.append("augmentation.htm.tau=inf")
-    trainer = build_trainer([*words, *overrides], classes)
+        own.append("augmentation.htm.tau=inf")
+    trainer = build_trainer([*own, *overrides], classes)
     blocks: Any = trainer.module.model.blocks
     with torch.no_grad():
         for block in blocks:

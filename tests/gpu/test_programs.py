@@ -16,13 +16,13 @@ def test_the_quickstart_is_stopped_resumed_and_evaluated_alike_on_both_devices(
     device: torch.device, here: Path, record_property: Any
 ):
     tiny = [*SMALL] if device.type == "cpu" else []
-    words = [*tiny, f"device={device.type}", "name=quickstart", "resume=auto"]
-    with started(*words) as process:
+    overrides = [*tiny, f"device={device.type}", "name=quickstart", "resume=auto"]
+    with started(*overrides) as process:
         eventually(lambda: Path("outputs/quickstart/metrics.jsonl").exists())
         process.send_signal(signal.SIGTERM)
         process.wait()
     assert Run("outputs/quickstart").summary["status"] in ("interrupted", "finished")
-    resumed = train(*words)
+    resumed = train(*overrides)
     assert resumed.status == 0, resumed.err
     found = [evaluate("run=outputs/quickstart", f"device={x}") for x in (device.type, "cpu")]
     top1 = [float(re.findall(r"top-1 ([\d.]+) %", result.out)[0]) for result in found]

@@ -257,10 +257,10 @@ def test_a_step_that_is_not_finite_is_seen_in_its_line(
     """Float16's scaler skips the update after a gradient, and goes on."""
     if how == "cuda-graph":
         request.getfixturevalue("graphs")
-    words = (f"recipe.optimizer={optimizer}", f"recipe.grad_accum_steps={PARTS}", AVERAGE)
+    overrides = (f"recipe.optimizer={optimizer}", f"recipe.grad_accum_steps={PARTS}", AVERAGE)
     poison = Poison(PARTS, device)
     with mock.patch(PLACES["loss"], poison):
-        trainer = small_trainer(device, BOTH, precision, *words, CLIP, f"compile={how}")
+        trainer = small_trainer(device, BOTH, precision, *overrides, CLIP, f"compile={how}")
         steps_of(trainer, 6, WARM_UP + 1)
         before = {name: x.clone() for name, x in trainer.module.named_parameters()}
         poison.put(kind, part)
@@ -291,9 +291,9 @@ def test_a_graph_of_the_step_equals_eager_steps(
 ):
     """With all that may be in one, of two sizes. On a CPU the step is not captured."""
     stack = ["mixup", "cutmix", *BOTH]
-    words = GRAPH + more
-    graph = small_trainer(device, stack, precision, *words, "compile=cuda-graph")
-    eager = small_trainer(device, stack, precision, *words, "compile=false")
+    overrides = GRAPH + more
+    graph = small_trainer(device, stack, precision, *overrides, "compile=cuda-graph")
+    eager = small_trainer(device, stack, precision, *overrides, "compile=false")
     lines = scheduled_steps(graph)
     expected = scheduled_steps(eager)
     assert graph.graph is not None

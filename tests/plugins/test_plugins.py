@@ -10,17 +10,17 @@ from tests.programs import (
     SMALL,
     assert_succeeded,
     cells,
+    overrides_of,
     runs,
     script,
     statuses,
     train,
-    words_of,
 )
 
 pytestmark = pytest.mark.usefixtures("here")
 ONE = (SMALL, "recipe.epochs=1", "resume=auto")
 JOBLIB = "hydra/launcher=joblib"
-OPTUNA = words_of("""
+OPTUNA = overrides_of("""
     -m hydra/sweeper=optuna hydra.sweeper.direction=maximize hydra.sweeper.n_trials=3
     hydra.sweeper.n_jobs=2 hydra.sweeper.sampler.seed=1 augmentation.htm.tau=interval(1.5,3)
     augmentation.htm.rho=choice(0,0.01) dataset.validation=0.2

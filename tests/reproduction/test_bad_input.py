@@ -72,12 +72,12 @@ def test_a_mistake_is_refused_in_one_line_that_names_it(
 ):
     monkeypatch.chdir(files)
     for command, named in TABLE[kind].items():
-        words = shlex.split(command, posix="${" not in command)
+        overrides = shlex.split(command, posix="${" not in command)
         program = "train.py"
-        if words[0].endswith(".py"):
-            program = words.pop(0)
+        if overrides[0].endswith(".py"):
+            program = overrides.pop(0)
         before = snapshot()
-        result = programs.run(program, words)
+        result = programs.run(program, overrides)
         assert_refused(result, named)
         line = result.err.removesuffix("\n")
         assert line.startswith(f"{Path(program).name}: "), command

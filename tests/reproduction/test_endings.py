@@ -78,15 +78,15 @@ def test_the_reason_of_another_rank_is_named(here: Path, by_torchrun: bool):
     """Of a program that prints on the first rank only, which knows that the other one is gone."""
     small = ("model.embed_dim=16", "recipe.max_steps=1", "device=cpu")
     trained(OWN, small)
-    words = ("run=outputs/mine", OWN, "device=cpu")
+    overrides = ("run=outputs/mine", OWN, "device=cpu")
     launcher: tuple[str, ...] = ()
     if by_torchrun:
         launcher = TORCHRUN
     else:
-        words += ("devices=2",)
+        overrides += ("devices=2",)
     with (
         disturbed("fail", at=3, half="held_out", rank=1),
-        started(words, program="eval.py", launcher=launcher) as process,
+        started(overrides, program="eval.py", launcher=launcher) as process,
     ):
         result = ended(process)
     assert result.status != 0

@@ -12,8 +12,8 @@ from tests.pages import codes
 from tests.programs import (
     ROOT,
     SMALL,
+    Overrides,
     Run,
-    Words,
     assert_refused,
     assert_succeeded,
     evaluate,
@@ -73,7 +73,7 @@ def files(here: Path, request: pytest.FixtureRequest) -> None:
         trained(SMALL, "recipe.max_steps=1", name="teacher")
 
 
-def small(name: str) -> Words:
+def small(name: str) -> Overrides:
     """The overrides of an example, of a small run."""
     overrides = COMMANDS[name]
     sizes = SMALL[1:] if "model=custom" in overrides else SMALL

@@ -19,14 +19,14 @@ from tests.programs import (
     assert_succeeded,
     evaluate,
     load_run,
+    overrides_of,
     predictions,
     same,
     train,
     trained,
-    words_of,
 )
 
-TINY = words_of("""
+TINY = overrides_of("""
     model.image_size=32 model.embed_dim=16 recipe.epochs=1 recipe.batch_size=4
     recipe.transforms.eval_crop_pct=1 dataset.workers=0 device=cpu augmentation=[]
 """)
@@ -174,8 +174,8 @@ def test_cifar_is_unpacked_on_first_use_and_mended(
     here: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: Any
 ):
     write_cifar(here / "data", kind, monkeypatch)
-    words = (f"dataset={name}", "dataset.root=data", TINY, "recipe.batch_size=100")
-    result = train(words, "name=mine")
+    overrides = (f"dataset={name}", "dataset.root=data", TINY, "recipe.batch_size=100")
+    result = train(overrides, "name=mine")
     train_images = kind("data", train=True)
     held_out = kind("data", train=False)
     number = len(held_out)  # one of each class

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from tests.programs import as_recorded, trained, words_of
+from tests.programs import as_recorded, overrides_of, trained
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 RECORDED_BY = "2.15."
@@ -84,7 +84,7 @@ RUNS = {
 
 def lines_of(name: str, folder: Path) -> list[dict[str, float]]:
     """Trains a run; returns the figures of each batch, then the loss after each epoch."""
-    run = trained(words_of(TEN + RUNS[name]), name="run", root=folder)
+    run = trained(overrides_of(TEN + RUNS[name]), name="run", root=folder)
     found = []
     for line in run.steps:
         loss = round(line["loss"], 7)

@@ -10,8 +10,8 @@ from reproduction.errors import UserError
 from reproduction.training.trial import check_capture
 from tests.programs import (
     SMALL,
+    Overrides,
     Run,
-    Words,
     assert_refused,
     assert_succeeded,
     config_of,
@@ -71,9 +71,13 @@ def failing(*given, **named):
 
 number = 3
 """
-IMAGES: Words = ("dataset=custom", "dataset.source=tokenmixup_of_mine:images", "dataset.workers=0")
-# a key -> the words beside it, but for its path
-KEYS: dict[str, tuple[Words, str]] = {
+IMAGES: Overrides = (
+    "dataset=custom",
+    "dataset.source=tokenmixup_of_mine:images",
+    "dataset.workers=0",
+)
+# a key -> the overrides beside it, but for its path
+KEYS: dict[str, tuple[Overrides, str]] = {
     "dataset.source": ("dataset=custom", "images"),
     "model.source": (("model=custom",), "modelling"),
     "augmentation.htm.matching": ((), "matching"),
@@ -102,9 +106,9 @@ def module(here: Path) -> Iterator[Path]:
     yield path
 
 
-def small(words: Words) -> Words:
+def small(overrides: Overrides) -> Overrides:
     """A model of one's own does not have the sizes of ours."""
-    return (ONE[0][1:] if "model=custom" in words else ONE[0], ONE[1:], words)
+    return (ONE[0][1:] if "model=custom" in overrides else ONE[0], ONE[1:], overrides)
 
 
 def plus(key: str) -> str:
@@ -114,24 +118,24 @@ def plus(key: str) -> str:
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_mistyped_path_is_one_line(key: str, module: Path):
-    words, name = KEYS[key]
+    overrides, name = KEYS[key]
     before = snapshot()
     mistakes = {f"tokenmixup_of_mine:{name[:-1]}": f"has no attribute '{name[:-1]}'"}
     if key in ("dataset.source", "augmentation.htm.matching"):  # others go the same way
         mistakes |= MISTAKES
     for path, told in mistakes.items():
-        word = f"{plus(key)}{key}={path.format(name=name)}"
+        override = f"{plus(key)}{key}={path.format(name=name)}"
         named = [key, told.format(name=name, file=module)]
-        assert_refused(train(small(words), word), *named)
+        assert_refused(train(small(overrides), override), *named)
     assert snapshot() == before
 
 
 @pytest.mark.parametrize("key", [key for key in KEYS if key != "dataset.source"])
 def test_an_option_that_code_does_not_take_is_one_line(key: str):
-    words, name = KEYS[key]
+    overrides, name = KEYS[key]
     group, _, last = key.rpartition(".")
     option = f"+{OPTIONS.get(key, f'{group}.{last}_options')}.size=3"
-    result = train(small(words), f"{plus(key)}{key}=tokenmixup_of_mine:{name}", option)
+    result = train(small(overrides), f"{plus(key)}{key}=tokenmixup_of_mine:{name}", option)
     assert_refused(result, "size", "unexpected keyword argument")
     assert not runs()
 
@@ -143,9 +147,9 @@ def test_a_module_in_the_folder_of_the_command_is_found_by_every_program():
     assert one.summary["code"].keys() == {"dataset.source"}
     told = "to run it, add dataset.source=tokenmixup_of_mine"
     assert_refused(evaluate(f"run={one.path}"), told)
-    word = "dataset.source=tokenmixup_of_mine:images"
-    assert_succeeded(evaluate(f"run={one.path}", word, apart=True), "images of custom")
-    for same in (f"++{word}", "dataset.source='tokenmixup_of_mine:images'"):
+    override = "dataset.source=tokenmixup_of_mine:images"
+    assert_succeeded(evaluate(f"run={one.path}", override, apart=True), "images of custom")
+    for same in (f"++{override}", "dataset.source='tokenmixup_of_mine:images'"):
         assert_succeeded(evaluate(f"run={one.path}", same), "images of custom")
 
 
@@ -177,14 +181,14 @@ def changed(module: Path) -> None:
 
 
 def test_other_code_does_not_resume_a_run_and_is_named_in_tables(module: Path):
-    words = (ONE, IMAGES, "name=mine-${seed}", "resume=auto")
-    assert_succeeded(train(words, "seed=0"))
+    overrides = (ONE, IMAGES, "name=mine-${seed}", "resume=auto")
+    assert_succeeded(train(overrides, "seed=0"))
     first = Run("outputs/mine-0").summary["code"]["dataset.source"]
     assert "several versions" not in script("runs", "outputs").out
     changed(module)
-    result = train(words, "seed=0")
+    result = train(overrides, "seed=0")
     assert_refused(result, "other code", f"{first} then, tokenmixup_of_mine.py with sha256")
-    assert_succeeded(train(words, "seed=1"))
+    assert_succeeded(train(overrides, "seed=1"))
     shown = script("runs", "outputs").out
     assert "of several versions of code" in shown
     assert first in shown
@@ -203,13 +207,13 @@ def test_a_graph_is_captured_of_code_that_says_it_can_be(module: Path):
     """Also of ours: the gradient of the input is another pass, and other optimisers wait."""
     graph = [*line_of(ONE), "compile=cuda-graph", "augmentation=[htm]"]
     matching = "augmentation.htm.matching=tokenmixup_of_mine:matching"
-    for word in (
+    for override in (
         matching,
         "augmentation.htm.detector=gradient",
         "recipe.optimizer=timm.optim:Lion",
     ):
         with pytest.raises(UserError, match="cannot be captured"):
-            check_capture(config_of(graph, word))
+            check_capture(config_of(graph, override))
     check_capture(config_of(graph))
     module.with_name("mine_captured.py").write_text(CAPTURABLE)
     check_capture(config_of(graph, "augmentation.htm.matching=mine_captured:matching"))

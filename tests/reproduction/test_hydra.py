@@ -9,10 +9,10 @@ from tests.programs import (
     SMALL,
     Run,
     assert_succeeded,
+    overrides_of,
     runs,
     script,
     train,
-    words_of,
 )
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -65,7 +65,7 @@ def test_the_shell_completes(typed: str, option: str, monkeypatch: pytest.Monkey
 
 
 def test_a_sweep_ends_in_one_table_and_goes_on():
-    sweep = (words_of("-m seed=0,1"), SMALL, "recipe.epochs=1", "resume=auto")
+    sweep = (overrides_of("-m seed=0,1"), SMALL, "recipe.epochs=1", "resume=auto")
     assert_succeeded(train(sweep), "2 of 2 runs are finished")
     seconds = [run.summary["seconds"] for run in runs()]
     assert_succeeded(train(sweep), "2 of 2 runs are finished")
@@ -78,8 +78,8 @@ def test_a_sweep_ends_in_one_table_and_goes_on():
 def test_the_overrides_of_a_run_are_recorded():
     own = Path("own/experiment")
     write_own_files()
-    words = ("seed=1", "name=its ${seed}", "experiment=own", SMALL)
-    assert_succeeded(train("-m", "-cd", "own", "jobs=2", words))
+    overrides = ("seed=1", "name=its ${seed}", "experiment=own", SMALL)
+    assert_succeeded(train("-m", "-cd", "own", "jobs=2", overrides))
     summary = Run("outputs/its 1").summary
     assert own.is_dir()
     assert summary["overrides"][0] == "seed=1"

@@ -15,8 +15,8 @@ from tests.programs import (
     ROOT,
     SHORT,
     SMALL,
+    Overrides,
     Run,
-    Words,
     assert_refused,
     assert_succeeded,
     dry,
@@ -24,16 +24,16 @@ from tests.programs import (
     flat,
     hash_of,
     nested,
+    overrides_of,
     script,
     snapshot,
     train,
     trained,
-    words_of,
 )
 from tokenmixup import HTM, VTM, ManifoldMixup
 
 STACK = "augmentation=[mixup,cutmix,manifold_mixup,htm,vtm]"
-WORDS = {
+OVERRIDES = {
     "cct": [STACK, "model=cct_7_3x1"],
     "vit": [STACK, "model=vit_tiny_patch16_224"],
     "timm": ["model=timm", "model.architecture=resnet18", "augmentation=[]"],
@@ -45,7 +45,7 @@ WORDS = {
     ],
 }
 # Keys and groups that change no result, and so not the run; every other key counts.
-NO_RESULT = words_of("""
+NO_RESULT = overrides_of("""
     name output_root resume device compile checkpoint logger dataset.workers
     model.checkpoint_blocks recipe.log_every recipe.metrics recipe.metrics_options
 """)
@@ -97,8 +97,8 @@ FUNCTIONS = {
 }
 
 
-def raw_of(*words: Words) -> dict[str, Any]:
-    return dry(words)[0]
+def raw_of(*overrides: Overrides) -> dict[str, Any]:
+    return dry(overrides)[0]
 
 
 def changed(key: str, value: Any) -> Any:
@@ -129,9 +129,9 @@ def is_compared(kind: str, key: str, value: Any) -> bool:
     return not is_absent or key in OTHER
 
 
-@pytest.mark.parametrize("kind", WORDS)
+@pytest.mark.parametrize("kind", OVERRIDES)
 def test_every_key_counts_unless_it_changes_no_result(kind: str):
-    settings = dict(flat(raw_of(WORDS[kind])))
+    settings = dict(flat(raw_of(OVERRIDES[kind])))
     before = hash_of(nested(settings))
     for key, value in settings.items():
         if not is_compared(kind, key, value):
@@ -157,8 +157,8 @@ def test_an_edited_configuration_does_not_make_another_run_of_one_that_was_train
     before = snapshot()
     told = ("config.yaml", "was changed", run.summary["run_hash"])
     for epochs in (2, 3):
-        words = (SMALL, f"recipe.epochs={epochs}", "name=mine", "resume=auto")
-        assert_refused(train(words), *told)
+        overrides = (SMALL, f"recipe.epochs={epochs}", "name=mine", "resume=auto")
+        assert_refused(train(overrides), *told)
     assert_refused(evaluate("run=outputs/mine"), *told)
     assert_succeeded(script("runs", "outputs"), "1 finished run", "unusable: ", *told)
     assert_refused(script("runs", str(run.path)), "outputs/mine: unusable: ", *told)
@@ -186,12 +186,12 @@ def test_a_run_on_arrays_is_not_taken_for_one_on_other_pixels(
     """Be it one pixel of the images for training, held out, or for validation."""
     monkeypatch.syspath_prepend(here)
     (here / "arrays_of_mine.py").write_text(OWN_ARRAYS)
-    words = (SHORT, "dataset=custom", "dataset.source=arrays_of_mine:images", "resume=auto")
-    trained(words)
-    trained(words)
+    overrides = (SHORT, "dataset=custom", "dataset.source=arrays_of_mine:images", "resume=auto")
+    trained(overrides)
+    trained(overrides)
     for place in (0, 12, 16):
         monkeypatch.setenv("CHANGED", str(place))
-        assert_refused(train(words, "name=mine"), "pixels")
+        assert_refused(train(overrides, "name=mine"), "pixels")
 
 
 def test_files_of_the_method_list_all_options_of_the_library():
@@ -222,7 +222,7 @@ def test_rows_of_the_same_settings_are_one_run():
 
 
 def test_published_results_are_found_by_the_rows_of_their_studies():
-    """A failure means: a setting or a default has changed without a word on what it meant."""
+    """A failure means: a setting or a default has changed without a line on what it meant."""
     lines = []
     for path in (ROOT / "results").glob("*.jsonl"):
         lines += [json.loads(line) for line in path.read_text().splitlines()]

@@ -22,15 +22,15 @@ from reproduction.data.seeding import Purpose, seeded
 from tests.images import OWN, reads, recorded
 from tests.programs import (
     SHORT,
+    Overrides,
     Run,
-    Words,
     assert_succeeded,
     build_trainer,
     config_of,
+    overrides_of,
     step,
     train,
     trained,
-    words_of,
 )
 
 CPU = torch.device("cpu")
@@ -48,14 +48,14 @@ class Key(NamedTuple):
     rank: int = 0
 
 
-def inputs_of(*words: Words) -> TrainingInputs:
-    return build_trainer("model.embed_dim=16", words).inputs
+def inputs_of(*overrides: Overrides) -> TrainingInputs:
+    return build_trainer("model.embed_dim=16", overrides).inputs
 
 
 def erasing(prob: float, mode: str, *more: str) -> TrainingInputs:
     prefix = "recipe.transforms.erasing"
-    words = (f"{prefix}_prob={prob}", f"{prefix}_mode={mode}", more)
-    return inputs_of("augmentation=[]", UNSCALED, words)
+    overrides = (f"{prefix}_prob={prob}", f"{prefix}_mode={mode}", more)
+    return inputs_of("augmentation=[]", UNSCALED, overrides)
 
 
 def prepared(inputs: TrainingInputs, images: Tensor, key: Key) -> Mixed:
@@ -115,9 +115,9 @@ def test_two_ranks_share_the_batches_of_one_process(drop_last: str, batches: int
 
 def test_an_epoch_leaves_out_images_that_fill_no_batch_other_ones_each_time(here: Path):
     """The run counts those that it has seen."""
-    words = (RUN, "name=mine", "recipe.batch_size=25", "recipe.grad_accum_steps=2")
+    overrides = (RUN, "name=mine", "recipe.batch_size=25", "recipe.grad_accum_steps=2")
     with recorded(here / "log"):
-        assert_succeeded(train(words))
+        assert_succeeded(train(overrides))
     run = Run("outputs/mine")
     assert len(run.steps) == run.summary["steps"] == 4
     assert run.summary["images"] == 100
@@ -202,9 +202,9 @@ def test_erased_boxes_equal_timms_image_by_image():
 
 def test_a_quarter_of_the_images_is_erased_after_mixing():
     """1,000 images with the recipe's probability; erasing before would touch 44 %."""
-    words = ("recipe=cifar_cct", "augmentation=[mixup,cutmix]")
-    ours = inputs_of(words)
-    plain = inputs_of(words, NO_ERASING)
+    overrides = ("recipe=cifar_cct", "augmentation=[mixup,cutmix]")
+    ours = inputs_of(overrides)
+    plain = inputs_of(overrides, NO_ERASING)
     touched = 0
     for number in range(10):
         images = random_images(100)
@@ -246,7 +246,7 @@ def test_inputs_are_a_function_of_seed_step_and_rank(stack: str):
 # Mixing
 
 
-CERTAIN = words_of("""
+CERTAIN = overrides_of("""
     augmentation.mixup.alpha=0.8 augmentation.mixup.prob=1
     augmentation.cutmix.alpha=0.8 augmentation.cutmix.prob=1
 """)
@@ -260,8 +260,8 @@ CERTAIN = words_of("""
 def test_input_mixing_equals_timm_and_accepts_odd_batches(
     n: int, stack: str, mixup: float, cutmix: float
 ):
-    words = [word for word in CERTAIN if word.split(".")[1] in stack]
-    ours = inputs_of(f"augmentation=[{stack}]", words, NO_ERASING, UNSCALED)
+    overrides = [override for override in CERTAIN if override.split(".")[1] in stack]
+    ours = inputs_of(f"augmentation=[{stack}]", overrides, NO_ERASING, UNSCALED)
     theirs = Mixup(mixup, cutmix, label_smoothing=0.1, num_classes=10)
     for number in range(8):
         images = random_images(n, size=8)
@@ -286,11 +286,11 @@ def kind_of(image: Tensor) -> str:
 
 
 def test_input_mixing_has_the_configured_probabilities():
-    words = words_of("""
+    overrides = overrides_of("""
         augmentation=[mixup,cutmix] augmentation.mixup.prob=0.2 augmentation.cutmix.prob=0.6
         augmentation.mixup.alpha=1 augmentation.cutmix.alpha=1
     """)
-    inputs = inputs_of(words, NO_ERASING, UNSCALED)
+    inputs = inputs_of(overrides, NO_ERASING, UNSCALED)
     black = torch.zeros(3, 8, 8)
     white = torch.full((3, 8, 8), 255.0)
     images = torch.stack([black, white]).byte()
@@ -315,7 +315,7 @@ def test_an_image_that_is_its_own_partner_is_not_mixed_and_at_the_end_none_is():
 
 
 def test_dropout_is_a_function_of_seed_and_step():
-    still = words_of("""
+    still = overrides_of("""
         recipe.lr=1e-9 recipe.min_lr=0 recipe.warmup_epochs=0 augmentation=[]
         model.embed_dim=16 model.drop_path=0.5
     """)

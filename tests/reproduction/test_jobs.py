@@ -17,6 +17,7 @@ from tests.programs import (
     assert_refused,
     assert_succeeded,
     eventually,
+    overrides_of,
     runs,
     same,
     snapshot,
@@ -24,7 +25,6 @@ from tests.programs import (
     statuses,
     train,
     trained,
-    words_of,
 )
 
 ONE = (SMALL, "recipe.epochs=1")
@@ -64,7 +64,7 @@ def test_two_jobs_have_half_of_the_cores_each(here: Path, monkeypatch: pytest.Mo
 
 def test_a_sweep_has_the_order_of_its_overrides(here: Path):
     """The last one changes fastest, whatever the names sort like."""
-    sweep = (words_of("-m recipe.lr=0.2,0.1 seed=3,1"), ONE)
+    sweep = (overrides_of("-m recipe.lr=0.2,0.1 seed=3,1"), ONE)
     shown = train(sweep, "dry_run=1").out
     points = re.findall(r"outputs/\S*-lr=(\S+?)-\S*-s(\d)-", shown)
     assert points == [("0.2", "3"), ("0.2", "1"), ("0.1", "3"), ("0.1", "1")]
@@ -155,8 +155,8 @@ def test_a_sweeper_chooses_by_the_last_epoch(here: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_saves_all_processes_and_a_second_ends_them(here: Path, times: int):
-    words = (words_of("-m jobs=2 seed=0,1,2"), SMALL, "recipe.epochs=4000", "resume=auto")
-    with started(words) as sweep:
+    overrides = (overrides_of("-m jobs=2 seed=0,1,2"), SMALL, "recipe.epochs=4000", "resume=auto")
+    with started(overrides) as sweep:
         eventually(lambda: len([run for run in runs() if len(run.steps) > 3]) == 2)
         for _ in range(times):
             sweep.send_signal(signal.SIGINT)
@@ -173,9 +173,9 @@ def test_ctrl_c_saves_all_processes_and_a_second_ends_them(here: Path, times: in
 
 
 def test_one_process_at_a_time_trains_a_run(here: Path):
-    words = ("name=mine", SMALL, "recipe.epochs=4000", "resume=auto")
-    with started(words):
+    overrides = ("name=mine", SMALL, "recipe.epochs=4000", "resume=auto")
+    with started(overrides):
         eventually(lambda: Path("outputs/mine/metrics.jsonl").exists())
-        assert_refused(train(words), "mine", "process")
-        assert "running" in train(words, "dry_run=1").out
-    assert "interrupted" in train(words, "dry_run=1").out
+        assert_refused(train(overrides), "mine", "process")
+        assert "running" in train(overrides, "dry_run=1").out
+    assert "interrupted" in train(overrides, "dry_run=1").out

@@ -18,16 +18,16 @@ from tests.programs import (
     command_of,
     ended,
     eventually,
+    overrides_of,
     same,
     started,
     trained,
-    words_of,
 )
 
 pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("KILLS", "2"))
 MOST_STEPS = 6  # before a kill
-WORDS = words_of(f"""
+OVERRIDES = overrides_of(f"""
     augmentation=[mixup,cutmix,htm,vtm] augmentation.htm.tau=inf augmentation.htm.rho=0
     recipe.transforms.erasing_prob=0.5 model.embed_dim=16 dataset.limit=60 dataset.eval_limit=60
     recipe.batch_size=20 recipe.epochs={5 * KILLS} recipe.log_every=2 device=cpu
@@ -55,13 +55,13 @@ def test_a_killed_run_ends_as_an_undisturbed_one(here: Path, more: tuple[str, ..
     rng = np.random.default_rng(0)
     for _ in range(KILLS):
         target = len(run.steps) + int(rng.integers(1, MOST_STEPS))
-        with started(WORDS, more) as process:
+        with started(OVERRIDES, more) as process:
             eventually(partial(has_come, process, run, target))
             time.sleep(rng.uniform(0, 0.3))  # in a step, a checkpoint, an evaluation
     assert run.steps
     assert run.summary["status"] != "finished"
-    trained(WORDS, more, apart=True)
-    assert same(run, trained(WORDS, more, root="whole")) == []
+    trained(OVERRIDES, more, apart=True)
+    assert same(run, trained(OVERRIDES, more, root="whole")) == []
 
 
 def test_a_run_whose_ranks_are_killed_ends_as_an_undisturbed_one(here: Path):
@@ -70,7 +70,7 @@ def test_a_run_whose_ranks_are_killed_ends_as_an_undisturbed_one(here: Path):
     rng = np.random.default_rng(0)
     more = (f"recipe.epochs={8 * KILLS}", "dataset.workers=0")
     restarting = (TORCHRUN, f"--max-restarts={KILLS}")
-    with started(WORDS, more, launcher=restarting) as process:
+    with started(OVERRIDES, more, launcher=restarting) as process:
         for _ in range(KILLS):
             target = len(run.steps) + int(rng.integers(2, MOST_STEPS))
             eventually(partial(has_come, process, run, target))
@@ -78,15 +78,15 @@ def test_a_run_whose_ranks_are_killed_ends_as_an_undisturbed_one(here: Path):
             if len(ranks) == 2:
                 os.kill(ranks[int(rng.integers(2))], signal.SIGKILL)
         assert_succeeded(ended(process, 600))
-    with started(WORDS, more, "output_root=whole", launcher=TORCHRUN) as process:
+    with started(OVERRIDES, more, "output_root=whole", launcher=TORCHRUN) as process:
         assert_succeeded(ended(process, 600))
     assert same(run, Run("whole/mine")) == []
 
 
 def test_a_second_ctrl_c_ends_a_run_within_its_step(here: Path):
     """Steps of a large batch take seconds."""
-    words = ("name=mine", "model=cct_7_3x1", "recipe.batch_size=200", "dataset.limit=400")
-    with started(words, "device=cpu") as process:
+    overrides = ("name=mine", "model=cct_7_3x1", "recipe.batch_size=200", "dataset.limit=400")
+    with started(overrides, "device=cpu") as process:
         eventually((here / "outputs/mine/config.yaml").exists)
         time.sleep(2)  # in the first step, which takes longer
         for _ in range(2):

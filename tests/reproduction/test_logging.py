@@ -50,10 +50,10 @@ def assert_all_lines(service: Service, run: Run) -> None:
 def test_wandb_gets_every_line_and_nothing_else(
     here: Path, monkeypatch: pytest.MonkeyPatch, plain: Run
 ):
-    words = ("logger.wandb.project=typed", "logger.wandb.entity=me")
+    overrides = ("logger.wandb.project=typed", "logger.wandb.entity=me")
     with serving() as service:
         monkeypatch.setenv("WANDB_BASE_URL", service.url)
-        result = train(ONLINE, words)
+        result = train(ONLINE, overrides)
     assert_succeeded(result, f"\nwandb: {service.url}/")
     assert result.err == ""
     assert_all_lines(service, Run("outputs/mine"))

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.programs import (
     ROOT,
-    Words,
+    Overrides,
     initial_model,
     meta_module,
 )
@@ -26,8 +26,8 @@ TOLERANCE = 0.005  # of printed numbers of parameters, which are rounded
 WITHOUT_SCORENET = ("table2", "ViT-B/16-224 + HTM + VTM")  # 86.6 million are printed
 
 
-def count(*words: Words, classes: int) -> int:
-    module = meta_module(words, classes=classes)
+def count(*overrides: Overrides, classes: int) -> int:
+    module = meta_module(overrides, classes=classes)
     return sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -58,10 +58,10 @@ def test_model_files_state_their_number_of_parameters(file: Path):
     assert count(f"model={file.stem}", "augmentation=[]", classes=classes) == parameters
 
 
-def dropouts(word: str) -> dict[str, float]:
+def dropouts(override: str) -> dict[str, float]:
     """The rates of all dropouts of a model in training; blocks are equal and unnumbered."""
     rates: dict[str, Any] = {}
-    for name, module in meta_module(word).model.named_modules():
+    for name, module in meta_module(override).model.named_modules():
         if isinstance(module, nn.Dropout | PatchDropout | DropPath):
             unnumbered = re.sub(r"blocks\.\d+", "blocks", name)
             rate = getattr(module, "p", type(module))  # the other kinds are named

@@ -19,25 +19,25 @@ from tests.programs import (
     ROOT,
     SHORT,
     SMALL,
+    Overrides,
     Run,
-    Words,
     assert_refused,
     assert_succeeded,
     evaluate,
+    overrides_of,
     predictions,
     runs,
     snapshot,
     statuses,
     train,
     trained,
-    words_of,
 )
 
 HERE = "tests.reproduction.test_own_images"
 PIXELS = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3), dtype=np.uint8)
 NAMES = ["cat", "dog", "ant"]
 NUMBER = "TESTS_OWN_NUMBER"  # tells a function what to do
-TINY = words_of("""
+TINY = overrides_of("""
     model.image_size=16 model.embed_dim=16 recipe.epochs=1 recipe.batch_size=6 dataset.workers=0
     device=cpu
 """)
@@ -64,7 +64,7 @@ def pairs(convert: Any = np.array, labels: Any = NAMES, count: int = 12) -> list
     return [(convert(PIXELS[i]), labels[i % 3]) for i in range(count)]
 
 
-class Served(NamedTuple):
+class Given(NamedTuple):
     """What a function returns, and the classes of its images 0, 1 and 2."""
 
     pairs: Any
@@ -75,12 +75,12 @@ def grey(pixels: np.ndarray) -> np.ndarray:
     return pixels[:, :, 0]
 
 
-SERVED = {
-    "arrays": Served(pairs(grey), NAMES),
-    "images": Served(pairs(Image.fromarray, labels=[10, 9, -1]), ["10", "9", "-1"]),
-    "arrays of one": Served(pairs(labels=np.arange(3)[:, None]), ["0", "1", "2"]),
-    "targets": Served(Pairs((x, "none") for x in PIXELS), ["0", "1", "2"]),
-    "names": Served(Named([0, 1, 2] * 4, ["x", "y", "z"]), ["x", "y", "z"]),
+GIVEN = {
+    "arrays": Given(pairs(grey), NAMES),
+    "images": Given(pairs(Image.fromarray, labels=[10, 9, -1]), ["10", "9", "-1"]),
+    "arrays of one": Given(pairs(labels=np.arange(3)[:, None]), ["0", "1", "2"]),
+    "targets": Given(Pairs((x, "none") for x in PIXELS), ["0", "1", "2"]),
+    "names": Given(Named([0, 1, 2] * 4, ["x", "y", "z"]), ["x", "y", "z"]),
 }
 
 
@@ -108,18 +108,18 @@ REFUSED: dict[str, Any] = {  # what the line tells -> what a function returns
 def load(name: str) -> Any:
     if name in REFUSED:
         return REFUSED[name]()
-    half = SERVED[name].pairs
+    half = GIVEN[name].pairs
     return half, half
 
 
-def own(name: str) -> Words:
+def own(name: str) -> Overrides:
     source = f"dataset.source={HERE}:load"
     return ("dataset=custom", source, f"+dataset.options.name={name!r}", TINY)
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", GIVEN)
 def test_any_sequence_of_pairs_is_trained_on_and_evaluated(here: Path, name: str):
-    labels = SERVED[name].labels
+    labels = GIVEN[name].labels
     run = trained(own(name))
     result = evaluate("run=outputs/mine", f"dataset.source={HERE}:load", "predictions=x.csv")
     assert_succeeded(result, "on 12 images of custom")
@@ -166,14 +166,14 @@ def dying() -> Any:
 
 def test_dead_worker_ends_a_run_that_can_resume(here: Path, monkeypatch: pytest.MonkeyPatch):
     source = ("dataset=custom", f"dataset.source={HERE}:dying", TINY, "dataset.workers=1")
-    words = (source, "name=mine", "resume=auto")
+    overrides = (source, "name=mine", "resume=auto")
     monkeypatch.setenv(NUMBER, "1")
-    result = train(words)
+    result = train(overrides)
     assert result.status == 1
     assert "repeat the command to continue" in result.err.splitlines()[-1]
     assert statuses() == ["failed"]
     monkeypatch.setenv(NUMBER, "0")
-    assert_succeeded(train(words))
+    assert_succeeded(train(overrides))
 
 
 def classes_read(half: str, data: Any) -> list[int]:
@@ -184,8 +184,8 @@ def classes_read(half: str, data: Any) -> list[int]:
 
 def test_limits_keep_classes_balanced(here: Path):
     with recorded(here / "log"):
-        words = ("dataset.limit=20", "dataset.eval_limit=10", "recipe.epochs=1")
-        result = train(OWN, SHORT, words)
+        overrides = ("dataset.limit=20", "dataset.eval_limit=10", "recipe.epochs=1")
+        result = train(OWN, SHORT, overrides)
     assert_succeeded(result, "on 20 images of custom, 10 classes, 10 held out")
     train_half, held_out = digits()
     assert classes_read("train", train_half) == [2] * 10
@@ -250,7 +250,7 @@ def test_the_example_of_hugging_face_trains_and_evaluates(
     splits = {"train": Rows(12), "test": Rows(6)}
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda name: splits))
     Path("hub.py").write_text(HUB)
-    options = words_of("+dataset.options.name=beans +dataset.options.label=labels")
+    options = overrides_of("+dataset.options.name=beans +dataset.options.label=labels")
     source = "dataset.source=hub:load"
     line = ("name=hub", "dataset=custom", source, TINY, options, "model.image_size=8")
     assert_succeeded(train(line, "dataset.workers=1"), "on 12 images of custom")

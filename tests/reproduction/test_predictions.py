@@ -27,10 +27,10 @@ from tests.programs import (
     config_of,
     evaluate,
     load_run,
+    overrides_of,
     predictions,
     snapshot,
     trained,
-    words_of,
 )
 
 CLASSES = ["ant", "bee", "cat", "dog", "elk", "fox", "gnu"]
@@ -40,7 +40,7 @@ FOLDER = (
     "dataset.root=images",
     "dataset.workers=0",
     SHORT,
-    words_of("dataset.mean=[0.5,0.4,0.3] recipe.transforms.eval_crop_pct=0.8 augmentation=[]"),
+    overrides_of("dataset.mean=[0.5,0.4,0.3] recipe.transforms.eval_crop_pct=0.8 augmentation=[]"),
 )
 MEAN = torch.tensor([0.5, 0.4, 0.3])[:, None, None]
 STD = torch.tensor([0.5, 0.5, 0.5])[:, None, None]
@@ -85,8 +85,8 @@ def test_predictions_equal_a_loop_over_the_files(here: Path, ranks: int):
     run = trained(FOLDER)
     config = run.path / "config.yaml"  # as a GPU may have trained it
     config.write_text(config.read_text().replace("compile: false", "compile: cuda-graph"))
-    words = (f"run={run.path}", "weights=best", "predictions=x.csv", f"devices={ranks}")
-    result = evaluate(words)
+    overrides = (f"run={run.path}", "weights=best", "predictions=x.csv", f"devices={ranks}")
+    result = evaluate(overrides)
     assert_succeeded(result)
     rows = predictions("x.csv")
     files = sorted(Path("images/val").rglob("*.png"))
@@ -121,26 +121,28 @@ class Tables(NamedTuple):
     out: str
 
 
-def tables_of(run: Run, *words: str) -> Tables:
+def tables_of(run: Run, *overrides: str) -> Tables:
     """Evaluates a copy of a run."""
     path = shutil.copytree(run.path, "mine")
-    result = evaluate(f"run={path}", SOURCE, "predictions=x.csv", words)
+    result = evaluate(f"run={path}", SOURCE, "predictions=x.csv", overrides)
     assert_succeeded(result)
     (classes,) = Path(path).glob("*-classes.csv")
     return Tables(predictions("x.csv"), predictions(classes), result.out)
 
 
-LIMITS = {  # words -> the number of images
+LIMITS = {  # overrides -> the number of images
     ("dataset.eval_limit=10",): 10,
     ("+dataset.options.held_out=1", "dataset.eval_limit=null", "devices=2"): 1,
 }
 
 
-@pytest.mark.parametrize("words", LIMITS, ids=["one process", "more ranks than images"])
-def test_tables_follow_from_the_predictions(here: Path, digits_run: Run, words: tuple[str, ...]):
+@pytest.mark.parametrize("overrides", LIMITS, ids=["one process", "more ranks than images"])
+def test_tables_follow_from_the_predictions(
+    here: Path, digits_run: Run, overrides: tuple[str, ...]
+):
     """Each image is predicted once."""
-    found = tables_of(digits_run, *words)
-    assert len({row["image"] for row in found.rows}) == len(found.rows) == LIMITS[words]
+    found = tables_of(digits_run, *overrides)
+    assert len({row["image"] for row in found.rows}) == len(found.rows) == LIMITS[overrides]
     assert_accuracies_follow(found.out, found.rows)
     true = [row["class"] for row in found.rows]
     guessed = [row["predicted"] for row in found.rows]
@@ -184,9 +186,9 @@ def photos(here: Path) -> list[str]:
 
 
 def test_load_run_predicts_what_is_in_the_file(folder_run: Run, photos: list[str]):
-    words = (f"run={folder_run.path}", "images=photos", "predictions=x.csv")
+    overrides = (f"run={folder_run.path}", "images=photos", "predictions=x.csv")
     before = snapshot(folder_run.path)
-    assert_succeeded(evaluate(words), "3 images of photos")
+    assert_succeeded(evaluate(overrides), "3 images of photos")
     rows = predictions("x.csv")
     assert [row["image"] for row in rows] == photos
     assert list(rows[0])[:4] == ["image", "predicted", "probability", "predicted_2"]
@@ -204,8 +206,8 @@ def test_load_run_predicts_what_is_in_the_file(folder_run: Run, photos: list[str
 @pytest.mark.parametrize("folder", ["none", "nowhere"])
 def test_a_folder_without_images_is_refused(here: Path, folder_run: Run, folder: str):
     Path("none").mkdir()
-    words = (f"run={folder_run.path}", f"images={folder}", "predictions=y.csv")
-    assert_refused(evaluate(words), f"images={folder}")
+    overrides = (f"run={folder_run.path}", f"images={folder}", "predictions=y.csv")
+    assert_refused(evaluate(overrides), f"images={folder}")
 
 
 @pytest.mark.parametrize(

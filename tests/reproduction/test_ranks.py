@@ -21,16 +21,16 @@ from tests.programs import (
     evaluate,
     eventually,
     line_of,
+    overrides_of,
     same,
     snapshot,
     started,
     train,
     trained,
-    words_of,
 )
 
 # Only the order of the images is random, so that one and two ranks see the same inputs.
-STILL = words_of("""
+STILL = overrides_of("""
     model.embed_dim=16 model.attn_drop=0 model.drop_path=0 recipe.epochs=2 recipe.batch_size=10
     recipe.log_every=1 checkpoint.every_epochs=1 device=cpu recipe.transforms.scale=[1,1]
     recipe.transforms.interpolation=bicubic resume=auto name=mine recipe.drop_last=false
@@ -40,7 +40,7 @@ PLAIN = (STILL, IMAGES, "augmentation=[]")
 MIXING = (
     STILL,
     IMAGES,
-    words_of("""
+    overrides_of("""
         augmentation=[mixup,htm,vtm] augmentation.htm.tau=inf augmentation.htm.rho=0 recipe.epochs=3
         augmentation.off_epoch=2 devices=2 recipe.ema_decay=0.8
     """),
@@ -77,10 +77,10 @@ def test_ranks_of_torchrun_with_micro_batches_equal_one_process_also_after_a_res
     here: Path, one: Run
 ):
     """Rank 0 is killed in its second epoch; micro-batches have 2 and 1 images."""
-    words = (PLAIN, "recipe.grad_accum_steps=3")
+    overrides = (PLAIN, "recipe.grad_accum_steps=3")
     with (
         disturbed("SIGKILL", at=48),
-        started(words, launcher=(TORCHRUN, "--max-restarts=1")) as process,
+        started(overrides, launcher=(TORCHRUN, "--max-restarts=1")) as process,
     ):
         assert_succeeded(ended(process))
     run = Run("outputs/mine")
@@ -100,18 +100,18 @@ def test_ranks_mix_within_their_shares_and_sum_their_counts(mixing: Run):
 
 @pytest.mark.slow
 def test_ranks_evaluate_by_the_statistics_of_batch_norm_that_are_saved(here: Path):
-    plain = [word for word in line_of(PLAIN) if not word.startswith("model.")]
-    words = words_of("model=timm model.architecture=resnet10t recipe.lr=0.01 devices=2")
-    run = trained(plain, words)
+    plain = [override for override in line_of(PLAIN) if not override.startswith("model.")]
+    overrides = overrides_of("model=timm model.architecture=resnet10t recipe.lr=0.01 devices=2")
+    run = trained(plain, overrides)
     assert_succeeded(evaluate("run=outputs/mine", SOURCE, "device=cpu"))
     assert run.evaluation()["eval_loss"] == pytest.approx(run.epochs[-1]["eval_loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_evaluate_the_saved_weights(here: Path, mixing: Run, ranks: int):
-    words = (f"run={mixing.path}", OWN[1:], f"devices={ranks}", "device=cpu")
+    overrides = (f"run={mixing.path}", OWN[1:], f"devices={ranks}", "device=cpu")
     with recorded(here / "log"):
-        assert_succeeded(evaluate(words))
+        assert_succeeded(evaluate(overrides))
     assert mixing.evaluation()["eval_loss"] == pytest.approx(mixing.epochs[-1]["eval_loss"])
     found = [(read.half, read.index) for read in reads(here / "log")]
     assert sorted(found) == [("held_out", index) for index in range(31)]

@@ -9,23 +9,23 @@ from reproduction.errors import as_typed
 from reproduction.identity import changes_result, flat
 from reproduction.studies.published import results_page
 from tests.pages import section
-from tests.programs import Words, cells, dry, words_of
+from tests.programs import Overrides, cells, dry, overrides_of
 
 DOCS = ROOT / "docs"
 # Besides where and how a run is made, which `changes_result` leaves out.
-LEFT_OUT = words_of("""
+LEFT_OUT = overrides_of("""
     model.name model.family model.weights model.htm_layer model.vtm_layer
     dataset.name dataset.source dataset.root recipe.log_every recipe.evaluate_every
 """)
-CCT_300 = words_of("""
+CCT_300 = overrides_of("""
     model=cct_7_3x1 dataset=cifar10 recipe=cifar10_cct_300 augmentation=[mixup,cutmix]
     augmentation.off_epoch=175
 """)
 
 
-def experiments() -> dict[str, Words]:
+def experiments() -> dict[str, Overrides]:
     """Those of the paper's first two tables, and as the published code trains them."""
-    found: dict[str, Words] = {"cct_300": CCT_300}
+    found: dict[str, Overrides] = {"cct_300": CCT_300}
     for folder in ("table1", "table2", "published"):
         for path in (CONF_DIR / "experiment" / folder).glob("*.yaml"):
             name = f"{folder}/{path.stem}"
@@ -33,7 +33,7 @@ def experiments() -> dict[str, Words]:
     return found
 
 
-def settings(overrides: Words) -> dict[str, str]:
+def settings(overrides: Overrides) -> dict[str, str]:
     values, _ = dry(overrides)
     stack = {name: part for name, part in values["augmentation"].items() if part is not None}
     found = {}

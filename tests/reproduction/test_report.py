@@ -19,9 +19,9 @@ from tests.programs import (
     assert_succeeded,
     cells,
     config_of,
+    overrides_of,
     script,
     trained,
-    words_of,
 )
 from tests.reproduction.finished import write
 
@@ -79,7 +79,7 @@ def test_a_page_shows_what_was_run(report: Path, page: str):
     assert page.index("83.00") < page.index("![CIFAR-100]")
     assert "WARNING" not in page
     assert "6 finished runs, " in page
-    begun = words_of("table1 table3 table4 table5 sweep-tau sweep-rho sweep-kappa")
+    begun = overrides_of("table1 table3 table4 table5 sweep-tau sweep-rho sweep-kappa")
     assert {path.stem for path in report.glob("*.md")} == {*begun}
     pictures = re.findall(r"!\[.*\]\((\S+)\)", page)
     assert len(pictures) == 1
@@ -133,7 +133,7 @@ def test_the_papers_values_are_not_drawn_beside_a_validation_split(
     assert Path("outputs/report/table1.md").exists()
 
 
-DRAWN = words_of("accuracy.svg mixed_samples.svg mixed_pairs.png saliency.png")
+DRAWN = overrides_of("accuracy.svg mixed_samples.svg mixed_pairs.png saliency.png")
 MIXING = ("augmentation=[htm]", "augmentation.htm.tau=inf", "augmentation.htm.rho=0")
 
 
@@ -162,11 +162,11 @@ def test_a_run_draws_its_pictures_and_describes_them(drawn_texts: dict[str, list
 
 def test_a_report_says_why_a_picture_is_missing(drawn_texts: dict[str, list[str]]):
     """Of two layers, with a validation split and epochs that mix nothing."""
-    words = words_of("""
+    overrides = overrides_of("""
         augmentation=[htm] augmentation.htm.tau=0 augmentation.htm.layer=[0,1]
         augmentation.off_epoch=1 dataset.validation=0.2
     """)
-    run = trained(SMALL, words, draws=True)
+    run = trained(SMALL, overrides, draws=True)
     assert "validation top-1 [%]" in drawn_texts["accuracy"]
     page = (run.path / "report.md").read_text()
     assert "mixed_pairs.png is not drawn: the trained model mixes none of" in page
@@ -184,8 +184,8 @@ def shares(text: str, title: str) -> dict[str, float]:
 def test_look_counts_what_a_training_step_mixes(here: Path):
     """The run neither learns nor drops out, so its epoch and the counts use equal weights."""
     still = ("model.drop_path=0", "recipe.lr=1e-20", "recipe.min_lr=0", "recipe.warmup_lr=0")
-    words = (SMALL, still, words_of("dataset.limit=20 recipe.epochs=1 recipe.log_every=1"))
-    run = trained(words, "augmentation=[mixup,htm]", "augmentation.htm.tau=inf")
+    overrides = (SMALL, still, overrides_of("dataset.limit=20 recipe.epochs=1 recipe.log_every=1"))
+    run = trained(overrides, "augmentation=[mixup,htm]", "augmentation.htm.tau=inf")
     (step,) = run.steps
     result = script("look", "run=outputs/mine")
     assert_succeeded(result)

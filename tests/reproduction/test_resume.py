@@ -22,9 +22,9 @@ from tests.conftest import settled
 from tests.images import OWN, SOURCE, disturbed
 from tests.programs import (
     SHORT,
+    Overrides,
     Result,
     Run,
-    Words,
     assert_refused,
     assert_same_lines,
     assert_succeeded,
@@ -33,13 +33,13 @@ from tests.programs import (
     files_end_at,
     line_of,
     of_runs,
+    overrides_of,
     planted,
     same,
     snapshot,
     statuses,
     train,
     trained,
-    words_of,
 )
 from tests.rehearsal import rehearsed
 from tokenmixup.assignment import Diverged
@@ -47,7 +47,7 @@ from tokenmixup.assignment import Diverged
 # Everything that has a state: 3 epochs of 3 batches of 19, in micro-batches of 7 or 6.
 TRAINING = (
     OWN,
-    words_of("""
+    overrides_of("""
         +dataset.options.train=57 recipe.grad_accum_steps=3 recipe.ema_decay=0.8
         augmentation=[mixup,cutmix,manifold_mixup,htm,vtm] augmentation.htm.tau=2.29
         augmentation.htm.rho=0 augmentation.manifold_mixup.layers=[0,1] model.attn_drop=0.1
@@ -83,9 +83,9 @@ def left(here: Path, failed: Run) -> Run:
     return Run("outputs/mine")
 
 
-def ends_as(whole: Run, words: Words) -> None:
+def ends_as(whole: Run, overrides: Overrides) -> None:
     """Lets the run go on, and compares it with the undisturbed one."""
-    run = trained(words)
+    run = trained(overrides)
     assert same(run, whole) == []
     assert run.summary["status"] == "finished"
     assert not list(run.path.rglob("*.tmp"))
@@ -104,15 +104,15 @@ def test_checkpoints_are_written_after_every_so_many_epochs(here: Path):
 SIGNALS = {"SIGTERM": 3, "SIGUSR1": 45, "SIGHUP": 56, "SIGINT": 57}  # at which image
 
 
-@pytest.mark.parametrize("words", [BY_EPOCHS, BY_STEPS], ids=["by epochs", "by steps"])
+@pytest.mark.parametrize("overrides", [BY_EPOCHS, BY_STEPS], ids=["by epochs", "by steps"])
 def test_signals_end_a_run_after_a_step_and_it_resumes_there(
-    here: Path, whole: Run, words: tuple[str, ...]
+    here: Path, whole: Run, overrides: tuple[str, ...]
 ):
     """Within the first batch, in the middle and at the end of epochs."""
     done = 0
     for name, at in SIGNALS.items():
         with disturbed(name, at):
-            result = train(words)
+            result = train(overrides)
         run = Run("outputs/mine")
         assert_refused(result, "interrupted", "repeat the command to continue", status=130)
         assert run.summary["status"] == "interrupted"
@@ -120,7 +120,7 @@ def test_signals_end_a_run_after_a_step_and_it_resumes_there(
         done = len(run.steps)
         assert done == 0 or run.checkpoint()["step"] == done == run.steps[-1]["step"]
     assert 0 < done < STEPS
-    ends_as(whole, words)
+    ends_as(whole, overrides)
 
 
 def test_failures_are_recorded_and_named_in_a_last_line(here: Path, whole: Run):
@@ -172,8 +172,8 @@ def test_a_run_ends_at_a_step_that_is_not_finite_and_repeats_it(here: Path, whol
     assert_ended_at(5, 3, result, run, whole)
     with disturbed(kind, at=1 + 20):
         assert train(BY_EPOCHS, seldom).err == result.err
-    words = (f"model.weights={run.path}/checkpoints/last.pt", "recipe.lr=0.001")
-    new = trained(TRAINING, words, name="new")
+    overrides = (f"model.weights={run.path}/checkpoints/last.pt", "recipe.lr=0.001")
+    new = trained(TRAINING, overrides, name="new")
     assert f"{run.path}/checkpoints/last.pt" in str(new.summary["initial_weights"])
     ends_as(whole, BY_EPOCHS)
 
@@ -211,16 +211,16 @@ def test_a_run_ends_at_its_first_step_or_that_of_an_epoch(
 
 
 @pytest.mark.parametrize(
-    ("words", "last"), [(BY_EPOCHS, 0), (BY_STEPS, 1)], ids=["a signal", "the clock"]
+    ("overrides", "last"), [(BY_EPOCHS, 0), (BY_STEPS, 1)], ids=["a signal", "the clock"]
 )
 def test_no_checkpoint_is_of_a_step_that_is_not_finite(
-    here: Path, whole: Run, words: tuple[str, ...], last: int
+    here: Path, whole: Run, overrides: tuple[str, ...], last: int
 ):
     """The signal comes before the log is read, the checkpoint is due after each step."""
     with disturbed("loss", at=1 + 20), disturbed("SIGTERM", at=1 + 45):
-        result = train(words, "recipe.log_every=100")
+        result = train(overrides, "recipe.log_every=100")
     assert_ended_at(2, last, result, Run("outputs/mine"), whole)
-    ends_as(whole, words)
+    ends_as(whole, overrides)
 
 
 def test_a_run_ends_at_saliency_that_is_not_finite(here: Path, whole: Run):
@@ -365,11 +365,11 @@ def command_lines(draw: st.DrawFn) -> list[str]:
 @given(command_lines(), st.sampled_from(["SIGTERM", "fail", "interrupt"]), st.integers(2, 90))
 def test_runs_with_any_settings_resume_exactly(line: list[str], event: str, at: int):
     with TemporaryDirectory() as root:
-        words = (line, f"output_root={root}", "resume=auto")
-        whole = train("name=whole", words)
+        overrides = (line, f"output_root={root}", "resume=auto")
+        whole = train("name=whole", overrides)
         assume(whole.status != 2)  # an invalid combination
         with disturbed(event, at):
-            assert train("name=mine", words).status != 2, line
+            assert train("name=mine", overrides).status != 2, line
         assert whole.status == 0, line
-        assert train("name=mine", words).status == 0, line
+        assert train("name=mine", overrides).status == 0, line
         assert same(Run(f"{root}/mine"), Run(f"{root}/whole")) == [], line

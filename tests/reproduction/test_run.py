@@ -32,22 +32,22 @@ from tests.programs import (
     build_trainer,
     evaluate,
     of_runs,
+    overrides_of,
     same,
     snapshot,
     statuses,
     train,
     trained,
-    words_of,
 )
 
 STEP_KEYS = set(
-    words_of("""
+    overrides_of("""
         step epoch loss lr gradient_norm images_per_second input_mixed_samples easy_samples
         mixed_samples mixed_tokens difficulty gain_max gain_mean
     """)
 )
 SUMMARY_KEYS = set(
-    words_of("""
+    overrides_of("""
         top1_last top1_best top1_median10 top5_last top5_best parameters seconds
         images_per_second seed starts run_hash
     """)
@@ -110,9 +110,9 @@ def test_a_model_begins_with_weights_by_its_seed():
 
 @pytest.mark.parametrize(("weights", "key"), [("last", "top1_last"), ("best", "top1_best")])
 def test_eval_gives_the_results_of_the_run(here: Path, mixed: Trained, weights: str, key: str):
-    words = (f"run={mixed.run.path}", f"weights={weights}", "dataset.workers=1", "device=cpu")
+    overrides = (f"run={mixed.run.path}", f"weights={weights}", "dataset.workers=1", "device=cpu")
     top1 = mixed.run.summary[key]
-    assert_succeeded(evaluate(words), f"top-1 {top1:.2f} %")
+    assert_succeeded(evaluate(overrides), f"top-1 {top1:.2f} %")
     if weights == "last":
         assert mixed.run.evaluation().items() >= mixed.run.epochs[-1].items()
 
@@ -144,10 +144,15 @@ def test_best_weights_hold_the_plain_model(mixed: Trained):
 
 def test_eval_of_other_images_keeps_the_runs_statistics(here: Path, mixed: Trained):
     root = write_images(here / "images", list("0123456789"), train=1, held_out=1)
-    words = (f"run={mixed.run.path}", "dataset=image_folder", f"dataset.root={root}", "device=cpu")
+    overrides = (
+        f"run={mixed.run.path}",
+        "dataset=image_folder",
+        f"dataset.root={root}",
+        "device=cpu",
+    )
     losses = []
     for more in ([], "dataset.mean=[0.305,0.305,0.305]", "dataset.mean=[0.1,0.1,0.1]"):
-        assert_succeeded(evaluate(words, more))
+        assert_succeeded(evaluate(overrides, more))
         newest = max(mixed.run.path.glob("evaluation-last-*"), key=os.path.getmtime)
         losses.append(json.loads(newest.read_text())["eval_loss"])
     assert losses[0] == losses[1] != losses[2]
@@ -156,13 +161,13 @@ def test_eval_of_other_images_keeps_the_runs_statistics(here: Path, mixed: Train
 def test_an_evaluation_is_named_after_all_that_changes_it(here: Path, mixed: Trained):
     """Other images or another precision replace no result, and each says what it is of."""
     run = Run(shutil.copytree(mixed.run.path, "mine"))
-    words = (f"run={run.path}", "device=cpu", "weights=best")
-    assert_succeeded(evaluate(words))
+    overrides = (f"run={run.path}", "device=cpu", "weights=best")
+    assert_succeeded(evaluate(overrides))
     files = set(run.path.glob("evaluation-best*.json"))
     before = run.evaluation("best")
     for key, value in (("dataset.eval_limit", 20), ("recipe.precision", "bf16")):
-        assert_succeeded(evaluate(words, f"{key}={value}"))
-        assert_succeeded(evaluate(words, f"{key}={value}"))
+        assert_succeeded(evaluate(overrides, f"{key}={value}"))
+        assert_succeeded(evaluate(overrides, f"{key}={value}"))
         (path,) = set(run.path.glob("evaluation-best*.json")) - files
         found = json.loads(path.read_text())
         assert found["settings"][key] == value
@@ -225,7 +230,7 @@ EVERY = {1: list(range(1, 14)), 2: [2, 4, 6, 8, 10, 12, 13]}  # of how many -> w
 @pytest.mark.parametrize("every", EVERY)
 def test_evaluations_and_the_result_of_a_run(here: Path, every: int):
     """13 epochs of one batch; all are evaluated, or every second and the last."""
-    few = words_of("+dataset.options.train=20 recipe.epochs=13 seed=2")
+    few = overrides_of("+dataset.options.train=20 recipe.epochs=13 seed=2")
     result = train("name=mine", f"recipe.evaluate_every={every}", OWN, SHORT, few)
     run = Run("outputs/mine")
     assert [line["epoch"] for line in run.epochs] == EVERY[every]
@@ -247,16 +252,16 @@ def test_updates_that_float16_skips_are_counted(here: Path, monkeypatch: pytest.
     """On a CPU, where a command refuses float16 because it is slow."""
     for module in ("reproduction.training.run", "reproduction.training.ranks"):
         monkeypatch.setattr(f"{module}.resolve_device", lambda *asked: "cpu")
-    words = ("recipe.precision=float16", "recipe.epochs=1", "recipe.batch_size=6")
+    overrides = ("recipe.precision=float16", "recipe.epochs=1", "recipe.batch_size=6")
     large = "augmentation.htm.score_loss_weight=300"  # overflows until the scale has halved
-    assert_succeeded(train("name=mine", SMALL, words, "augmentation.htm.tau=2.3", large))
+    assert_succeeded(train("name=mine", SMALL, overrides, "augmentation.htm.tau=2.3", large))
     run = Run("outputs/mine")
     skipped = [line for line in run.steps if line["gradient_norm"] is None]
     assert 0 < len(skipped) < len(run.steps) == 10
     assert run.summary["skipped_steps"] == len(skipped)
 
 
-REMARKS = {  # words, and what the run says of them
+REMARKS = {  # overrides, and what the run says of them
     "augmentation.htm.tau=0.5": [
         "no token was replaced in this run: no sample was easy",
     ],
@@ -267,14 +272,14 @@ REMARKS = {  # words, and what the run says of them
 }
 
 
-@pytest.mark.parametrize("words", REMARKS)
-def test_a_run_says_what_was_mixed_and_if_its_tau_mixes_nothing(here: Path, words: str):
-    result = train("name=mine", SMALL, words.split())
+@pytest.mark.parametrize("overrides", REMARKS)
+def test_a_run_says_what_was_mixed_and_if_its_tau_mixes_nothing(here: Path, overrides: str):
+    result = train("name=mine", SMALL, overrides.split())
     assert_succeeded(result)
     text = result.out + result.err
-    for part in REMARKS[words]:
+    for part in REMARKS[overrides]:
         assert text.count(part) == 1
-    if not REMARKS[words]:
+    if not REMARKS[overrides]:
         for epoch in (1, 2):
             lines = [line for line in Run("outputs/mine").steps if line["epoch"] == epoch]
             mixed = sum(line["mixed_samples"] for line in lines)
@@ -298,12 +303,12 @@ def without_speed(lines: list[Line]) -> list[Line]:
 
 def test_off_epoch_stops_mixing_also_of_a_resumed_run(here: Path):
     """In the last epoch the weights of ScoreNet do not change."""
-    stack = words_of("""
+    stack = overrides_of("""
         augmentation=[mixup,htm,vtm,manifold_mixup] augmentation.htm.tau=inf
         augmentation.manifold_mixup.layers=[0] augmentation.off_epoch=2
     """)
-    words = (stack, SMALL, "recipe.epochs=3")
-    run = trained(words)
+    overrides = (stack, SMALL, "recipe.epochs=3")
+    run = trained(overrides)
     steps = without_speed(run.steps)
     mixes = [line["easy_samples"] > 0 for line in steps]
     assert [line["input_mixed_samples"] for line in steps[6:]] == [0] * 3
@@ -316,7 +321,7 @@ def test_off_epoch_stops_mixing_also_of_a_resumed_run(here: Path):
         assert stays == name.startswith("scorenets"), name
     run.checkpoints[0].unlink()  # falls back to the end of the second epoch
     (run.path / "summary.json").unlink()
-    trained(words, "resume=auto")
+    trained(overrides, "resume=auto")
     assert without_speed(run.steps) == steps
 
 
@@ -343,12 +348,12 @@ def test_the_documented_commands_fine_tune_a_pretrained_vit(here: Path):
 
 @pytest.mark.slow
 def test_compiled_run_resumes_exactly_and_equals_the_plain_one(here: Path):
-    words = (OWN, SHORT, "augmentation.htm.tau=2.4")
-    plain = trained(words, name="plain")
-    whole = trained("compile=true", words, name="whole")
+    overrides = (OWN, SHORT, "augmentation.htm.tau=2.4")
+    plain = trained(overrides, name="plain")
+    whole = trained("compile=true", overrides, name="whole")
     with disturbed("fail", at=100):
-        assert train("name=parts", "compile=true", words).status == 1
-    parts = trained("compile=true", "resume=auto", words, name="parts")
+        assert train("name=parts", "compile=true", overrides).status == 1
+    parts = trained("compile=true", "resume=auto", overrides, name="parts")
     assert same(parts, whole) == []
     assert_same_lines(whole.lines, plain.lines, rel=1e-4)
     assert_succeeded(evaluate("run=outputs/whole", SOURCE, "weights=best", "device=cpu"))

@@ -19,26 +19,26 @@ from tests.programs import (
     assert_succeeded,
     build_trainer,
     evaluate,
+    overrides_of,
     step,
     trained,
-    words_of,
 )
 
-PLAIN = words_of("""
+PLAIN = overrides_of("""
     model.attn_drop=0 model.drop_path=0 recipe.label_smoothing=0 model.embed_dim=16
     recipe.warmup_epochs=0 device=cpu
 """)
 SGD = (  # Adam's steps take the sign of noise
     PLAIN,
-    words_of("recipe.optimizer=sgd recipe.lr=0.1 recipe.weight_decay=0"),
+    overrides_of("recipe.optimizer=sgd recipe.lr=0.1 recipe.weight_decay=0"),
     "recipe.clip_grad_norm=null",
 )
-MIX_ALL = words_of("augmentation=[htm] augmentation.htm.tau=inf augmentation.htm.rho=0")
-RESNET = words_of("model=timm model.architecture=resnet10t augmentation=[] device=cpu")
+MIX_ALL = overrides_of("augmentation=[htm] augmentation.htm.tau=inf augmentation.htm.rho=0")
+RESNET = overrides_of("model=timm model.architecture=resnet10t augmentation=[] device=cpu")
 AVERAGED = (
     OWN,
     SHORT,
-    words_of("recipe.lr=0.01 +dataset.options.train=57 recipe.warmup_epochs=0"),
+    overrides_of("recipe.lr=0.01 +dataset.options.train=57 recipe.warmup_epochs=0"),
     "recipe.drop_last=false",
 )
 
@@ -58,9 +58,9 @@ def parameters(trainer: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("stack", ["", "vtm"])
 def test_updates_in_micro_batches_equal_full_batches(stack: str, count: int):
     """7 images, so that sizes differ."""
-    words = (SGD, f"augmentation=[{stack}]")
-    full = step(words, images_of(7))
-    cut = step((words, f"recipe.grad_accum_steps={count}"), images_of(7))
+    overrides = (SGD, f"augmentation=[{stack}]")
+    full = step(overrides, images_of(7))
+    cut = step((overrides, f"recipe.grad_accum_steps={count}"), images_of(7))
     sizes = [part["loss"].divisor for part in cut.parts]
     assert len(sizes) == count
     assert sum(sizes) == 7
@@ -82,8 +82,8 @@ def test_pairs_are_matched_within_a_micro_batch(count: int, replaces: bool):
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_a_step_of_sgd_is_the_clipped_gradient(precision: str):
-    words = (SGD, "augmentation=[]", "recipe.clip_grad_norm=0.01")
-    trainer = build_trainer((words, f"recipe.precision={precision}"))
+    overrides = (SGD, "augmentation=[]", "recipe.clip_grad_norm=0.01")
+    trainer = build_trainer((overrides, f"recipe.precision={precision}"))
     before = parameters(trainer)
     done = step(trainer, images_of(6))
     norm = torch.nn.utils.get_total_norm(list(done.gradients.values()))
@@ -96,8 +96,8 @@ def test_a_step_of_sgd_is_the_clipped_gradient(precision: str):
 @pytest.mark.parametrize("model", [PLAIN, RESNET], ids=["cct", "resnet"])
 def test_the_scaler_skips_an_update_that_is_not_finite(model: tuple[str, ...]):
     """The loss is finite, the scaled gradient is not; no parameter changes."""
-    words = (model, "augmentation=[]", "recipe.precision=float16", "recipe.ema_decay=0.5")
-    trainer = build_trainer(words)
+    overrides = (model, "augmentation=[]", "recipe.precision=float16", "recipe.ema_decay=0.5")
+    trainer = build_trainer(overrides)
     weight = list(trainer.module.parameters())[-2]
     with torch.no_grad():
         weight.mul_(1e4)
@@ -114,7 +114,7 @@ def test_the_scaler_skips_an_update_that_is_not_finite(model: tuple[str, ...]):
     assert done.gradients
     for gradient in done.gradients.values():
         assert gradient.isfinite().all()
-    resumed = build_trainer(words)
+    resumed = build_trainer(overrides)
     resumed.restore("", deepcopy(trainer.state()))
     assert resumed.state()["scaler"] == trainer.state()["scaler"] != before["scaler"]
 
@@ -128,7 +128,7 @@ def expected_rate(time: float) -> float:
     return 1e-4 + (0.01 - 1e-4) * height
 
 
-SCHEDULE = words_of("""
+SCHEDULE = overrides_of("""
     recipe.epochs=6 recipe.batch_size=10 +dataset.options.train=35 recipe.lr=0.01
     recipe.min_lr=0.0001 recipe.warmup_lr=0.00001 recipe.warmup_epochs=2 recipe.cooldown_epochs=1
 """)
@@ -147,8 +147,8 @@ def test_learning_rates_are_warmed_up_follow_the_cosine_and_cool_down(
 
 
 def test_vectors_and_embeddings_do_not_decay():
-    words = ("model=vit_tiny_patch16_224", SMALL_VIT, "augmentation=[htm]", "device=cpu")
-    trainer = build_trainer(words, "augmentation.htm.layer=1", "recipe.weight_decay=0.3")
+    overrides = ("model=vit_tiny_patch16_224", SMALL_VIT, "augmentation=[htm]", "device=cpu")
+    trainer = build_trainer(overrides, "augmentation.htm.layer=1", "recipe.weight_decay=0.3")
     decay = {}
     for group in trainer.optimizer.param_groups:
         for parameter in group["params"]:
@@ -196,6 +196,6 @@ def test_the_average_follows_every_update(model: tuple[str, ...]):
 def test_the_average_is_evaluated(averaged: Run):
     best = max(averaged.epochs, key=lambda line: line["top1"])
     for weights, line in (("last", averaged.epochs[-1]), ("best", best)):
-        words = (f"run={averaged.path}", f"weights={weights}", SOURCE, "device=cpu")
-        assert_succeeded(evaluate(words))
+        overrides = (f"run={averaged.path}", f"weights={weights}", SOURCE, "device=cpu")
+        assert_succeeded(evaluate(overrides))
         assert averaged.evaluation(weights)["eval_loss"] == line["eval_loss"]

@@ -12,8 +12,8 @@ import yaml
 
 from tests.programs import (
     ROOT,
+    Overrides,
     Run,
-    Words,
     assert_refused,
     assert_succeeded,
     report_name,
@@ -45,9 +45,9 @@ seeds: 1
 """
 
 
-def listed(*words: Words) -> list[dict[str, str]]:
+def listed(*overrides: Overrides) -> list[dict[str, str]]:
     """The runs of a plan, as the dry run lists them."""
-    result = script("reproduce", words, "dry_run=1")
+    result = script("reproduce", overrides, "dry_run=1")
     assert_succeeded(result)
     *lines, last = result.out.rstrip().splitlines()
     assert last.startswith(f"{len(lines)} run")
@@ -114,9 +114,9 @@ def test_tables_have_one_name_exactly_if_they_are_of_the_same_rows_and_seeds():
 
 
 def test_the_last_override_counts_and_a_scale_has_its_own_folder():
-    words = ("table1/cifar100_htm", "scale=smoke")
-    (plain,) = listed(words)
-    (changed,) = listed(words, "recipe.epochs=3")
+    overrides = ("table1/cifar100_htm", "scale=smoke")
+    (plain,) = listed(overrides)
+    (changed,) = listed(overrides, "recipe.epochs=3")
     assert changed["folder"].startswith("outputs/smoke/table1-cifar100_htm-")
     assert changed["folder"] != plain["folder"]
 
@@ -127,8 +127,8 @@ def test_at_smoke_scale_htm_mixes_all_if_the_command_leaves_it_in(stack: str):
     rows = {"slow": ["recipe.lr=0.001"], "fast": ["recipe.lr=0.01"]}
     study = yaml.safe_load(STUDY) | {"rows": rows}
     Path("three.yaml").write_text(yaml.safe_dump(study))
-    words = ("scale=smoke", f"augmentation=[{stack}]", "recipe.max_steps=1")
-    result = script("reproduce", "three.yaml", words)
+    overrides = ("scale=smoke", f"augmentation=[{stack}]", "recipe.max_steps=1")
+    result = script("reproduce", "three.yaml", overrides)
     assert_succeeded(result, "2 of 2 runs")
     runs = list(Path("outputs/smoke").glob("three-*"))
     assert len(runs) == 2
@@ -204,9 +204,9 @@ def test_two_rows_of_one_name_are_refused():
     assert_refused(script("reproduce", "mine.yaml"), "2 of them are called lr=1")
 
 
-def reproduce(*words: Words, status: int = 0) -> str:
+def reproduce(*overrides: Overrides, status: int = 0) -> str:
     Path("three.yaml").write_text(STUDY)
-    result = script("reproduce", "three.yaml", words)
+    result = script("reproduce", "three.yaml", overrides)
     assert result.status == status, result.err
     return result.out + result.err
 

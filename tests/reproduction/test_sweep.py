@@ -1,4 +1,4 @@
-"""What a command knew at its beginning it knows at its end: keys, rows, files, words."""
+"""What a command knew at its beginning it knows at its end: keys, rows, files, overrides."""
 
 import json
 import os
@@ -31,17 +31,17 @@ TAU = "augmentation.htm.tau"
 RHO = "augmentation.htm.rho"
 
 
-def composed(model: Run, name: str, *words: str, top1: float = 50.0) -> None:
-    """Writes four runs of these words."""
+def composed(model: Run, name: str, *overrides: str, top1: float = 50.0) -> None:
+    """Writes four runs of these overrides."""
     for seed in range(4):
         folder = write(model, f"{name}-{seed}", {}, seed, top1_last=top1 + seed**2)
-        config = asdict(config_of(SMALL, words)) | {"seed": seed}
+        config = asdict(config_of(SMALL, overrides)) | {"seed": seed}
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
 
 
-def table(*words: str) -> tuple[pd.DataFrame, str]:
+def table(*overrides: str) -> tuple[pd.DataFrame, str]:
     """The numbers of the runs in outputs/, and the table as text."""
-    result = script("runs", "outputs", "--csv", "numbers.csv", words)
+    result = script("runs", "outputs", "--csv", "numbers.csv", overrides)
     assert_succeeded(result)
     return pd.read_csv("numbers.csv"), result.out
 
@@ -106,7 +106,7 @@ seeds: 1
 
 
 @pytest.mark.parametrize(
-    ("study", "word", "row"),
+    ("study", "override", "row"),
     [
         ("table4", "augmentation.htm.detector=random", "without_tokens"),
         ("sweep-tau", "augmentation.htm.tau=inf", "sweep"),
@@ -115,10 +115,10 @@ seeds: 1
         ("mine.yaml", "++recipe.lr=0.1", "low"),
     ],
 )
-def test_a_key_that_a_row_is_about_cannot_be_set_for_all(study: str, word: str, row: str):
+def test_a_key_that_a_row_is_about_cannot_be_set_for_all(study: str, override: str, row: str):
     Path("mine.yaml").write_text(ROWS)
-    assert_refused(script("reproduce", study, word, "dry_run=1"), word, row)
-    assert_refused(script("reproduce", study, word, "--no-train"), word, row)
+    assert_refused(script("reproduce", study, override, "dry_run=1"), override, row)
+    assert_refused(script("reproduce", study, override, "--no-train"), override, row)
 
 
 # --- overrides -----------------------------------------------------------------------------------
@@ -186,10 +186,10 @@ def test_jobs_have_their_environment_and_callbacks(kind: str, monkeypatch: pytes
     Path("watching.py").write_text(WATCHING)
     monkeypatch.syspath_prepend(str(Path.cwd()))
     monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:{os.environ.get('PYTHONPATH', '')}")
-    words, modes = JOBS[kind]
+    overrides, modes = JOBS[kind]
     own = ("dataset=custom", "dataset.source=watching:load", "dataset.workers=0")
     hydra = ("+hydra.callbacks.watch._target_=watching.Watch", "+hydra.job.env_set.OF_THE_JOB=x")
-    assert_succeeded(train(words, own, hydra, ONE))
+    assert_succeeded(train(overrides, own, hydra, ONE))
     noted = [json.loads(line) for line in Path("noted").read_text().splitlines()]
     starts = [line for line in noted if line[0] == "start"]
     assert [line[1] for line in starts] == modes

@@ -43,9 +43,9 @@ def several(model: Run, values: Mapping[float, Mapping[int, float]], key: str = 
             write(model, f"{value}-{seed}", {key: value}, seed, top1_last=top1)
 
 
-def table(*words: str) -> tuple[pd.DataFrame, str]:
+def table(*overrides: str) -> tuple[pd.DataFrame, str]:
     """The numbers of the runs in outputs/, and the table as text."""
-    result = script("runs", "outputs", "--csv", "numbers.csv", words)
+    result = script("runs", "outputs", "--csv", "numbers.csv", overrides)
     assert_succeeded(result)
     numbers = pd.read_csv("numbers.csv")
     return numbers.rename(columns=lambda name: name.rpartition(".")[2]), result.out
@@ -264,10 +264,10 @@ rows:
 """
 
 
-def of_printed(text: str, *words: str) -> tuple[pd.DataFrame, str, str]:
+def of_printed(text: str, *overrides: str) -> tuple[pd.DataFrame, str, str]:
     """Trains the study; returns the numbers of its table, its page and what the command said."""
     Path("mine.yaml").write_text(text)
-    result = script("reproduce", "mine.yaml", "seeds=1", words)
+    result = script("reproduce", "mine.yaml", "seeds=1", overrides)
     assert_succeeded(result)
     return pd.read_csv(newest("mine-*.csv")), newest("mine-*.md").read_text(), result.out
 
@@ -305,8 +305,13 @@ OWN_IMAGES = {"dataset.name": "own", "dataset.root": "images"}
 @pytest.fixture
 def run(here: Path, model: Run) -> Path:
     """A run of the study mine.yaml."""
-    words = ("augmentation=[htm]", "recipe.max_steps=1", "dataset.name=own", "dataset.root=images")
-    study = {"title": "Mine", "overrides": line_of([SMALL, words]), "rows": {"a": []}}
+    overrides = (
+        "augmentation=[htm]",
+        "recipe.max_steps=1",
+        "dataset.name=own",
+        "dataset.root=images",
+    )
+    study = {"title": "Mine", "overrides": line_of([SMALL, overrides]), "rows": {"a": []}}
     Path("mine.yaml").write_text(yaml.safe_dump(study))
     return write(model, "mine", OWN_IMAGES)
 
@@ -339,8 +344,8 @@ def test_a_published_run_is_a_line_from_which_its_row_is_known(run: Path):
 
 
 def test_training_writes_what_tables_read():
-    words = (SMALL, f"{TAU}=inf", f"{RHO}=0", "recipe.epochs=3", "recipe.evaluate_every=2")
-    run = trained(words)
+    overrides = (SMALL, f"{TAU}=inf", f"{RHO}=0", "recipe.epochs=3", "recipe.evaluate_every=2")
+    run = trained(overrides)
     assert run.summary["easy_share"] == 1
     assert run.summary["easy_samples"] == 20
     assert [line["epoch"] for line in run.summary["log"]] == [2, 3]

@@ -11,14 +11,14 @@ from tests.programs import (
     assert_refused,
     assert_succeeded,
     evaluate,
+    overrides_of,
     train,
     trained,
-    words_of,
 )
 
 IMAGES = (OWN, "+dataset.options.train=100", SHORT)
 FOLDER = (
-    words_of("""
+    overrides_of("""
         dataset=image_folder dataset.root=images model.image_size=16 augmentation=[]
         dataset.workers=0
     """),

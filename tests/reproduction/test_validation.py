@@ -13,9 +13,9 @@ from tests.programs import (
     assert_refused,
     assert_succeeded,
     evaluate,
+    overrides_of,
     train,
     trained,
-    words_of,
 )
 
 TEST_KEYS = {"top1_last", "top5_last", "top1_selected", "top5_selected"}
@@ -23,7 +23,7 @@ VALIDATION_KEYS = {"val_top1_last", "val_top1_selected", "selected_epoch"}
 # 60 digits to train on, of which 15 are for validation, and 30 held out
 SPLIT = (OWN, "dataset.validation=0.25", SHORT, "recipe.drop_last=false")
 TARGETS = np.array(digits()[0].targets)
-FOLDER = words_of("""
+FOLDER = overrides_of("""
     dataset=image_folder dataset.root=images model.image_size=16 model.embed_dim=16
     recipe.batch_size=6 recipe.epochs=1 dataset.workers=0 device=cpu recipe.drop_last=false
 """)
@@ -45,10 +45,10 @@ def reads_of(log: Path) -> Reads:
     return Reads(order[:45], order[45:60], held_out)
 
 
-def split(name: str, *words: str) -> Reads:
+def split(name: str, *overrides: str) -> Reads:
     """What a run of this name reads."""
     with recorded(Path(f"{name}.log")):
-        result = train(SPLIT, "recipe.epochs=1", f"name={name}", words)
+        result = train(SPLIT, "recipe.epochs=1", f"name={name}", overrides)
     assert_succeeded(result, "on 45 images of custom, 10 classes, 30 held out, 15 for validation")
     return reads_of(Path(f"{name}.log"))
 
@@ -107,15 +107,15 @@ def test_the_test_set_is_read_at_the_end_alone(selected: Run):
     assert halves.count("held_out") == 60
 
 
-@pytest.mark.parametrize(("weights", "word"), [("last", "last"), ("best", "selected")])
+@pytest.mark.parametrize(("weights", "chosen"), [("last", "last"), ("best", "selected")])
 def test_the_test_set_is_evaluated_for_the_last_and_the_selected_epoch(
-    selected: Run, weights: str, word: str
+    selected: Run, weights: str, chosen: str
 ):
     result = evaluate(f"run={selected.path}", f"weights={weights}", SOURCE)
     assert_succeeded(result, "on 30 images of custom")
     scores = selected.evaluation(weights)
-    assert selected.summary[f"top1_{word}"] == scores["top1"]
-    assert selected.summary[f"top5_{word}"] == scores["top5"]
+    assert selected.summary[f"top1_{chosen}"] == scores["top1"]
+    assert selected.summary[f"top5_{chosen}"] == scores["top5"]
 
 
 def test_folder_with_val_and_test_is_validated_on_val_and_tested_at_the_end(here: Path):

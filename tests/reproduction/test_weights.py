@@ -20,17 +20,17 @@ from torch.testing import assert_close
 
 from tests.programs import (
     SMALL,
+    Overrides,
     Run,
-    Words,
     assert_refused,
     assert_succeeded,
     evaluate,
     initial_model,
     load_run,
+    overrides_of,
     snapshot,
     train,
     trained,
-    words_of,
 )
 from tests.reproduction.recorded import FIXTURES, Recorded
 
@@ -38,7 +38,7 @@ State = dict[str, Tensor]
 PUBLISHED = yaml.safe_load((FIXTURES / "published_names.yaml").read_text())
 VIT = ("model=vit_tiny_patch16_224", "model.image_size=32", "augmentation=[]")
 # The CCT that was recorded with the published code.
-RECORDED_CCT = words_of("""
+RECORDED_CCT = overrides_of("""
     model=cct_2_3x2 model.embed_dim=32 model.depth=4 model.mlp_ratio=2
     model.positional_embedding=learnable augmentation=[]
 """)
@@ -48,9 +48,9 @@ TINY = ("model.embed_dim=16", "augmentation=[]")
 same = partial(assert_close, atol=0, rtol=0)  # states, entry by entry
 
 
-def begun(path: Path, *words: Words, classes: int = 10) -> State:
+def begun(path: Path, *overrides: Overrides, classes: int = 10) -> State:
     """The weights of a run that begins with those of a file."""
-    return initial_model(words, f"model.weights={path}", classes=classes).state_dict()
+    return initial_model(overrides, f"model.weights={path}", classes=classes).state_dict()
 
 
 def as_published_cct(state: State) -> dict[str, Any]:
@@ -163,16 +163,16 @@ def test_state_dicts_are_found_in_all_common_containers(here: Path, container: s
     same(begun(here / "weights.any", TINY), state)
 
 
-@pytest.mark.parametrize("words", [TINY, pytest.param(VIT, marks=pytest.mark.slow)], ids=str)
-def test_a_head_for_other_classes_stays_new(here: Path, words: tuple[str, ...]):
+@pytest.mark.parametrize("overrides", [TINY, pytest.param(VIT, marks=pytest.mark.slow)], ids=str)
+def test_a_head_for_other_classes_stays_new(here: Path, overrides: tuple[str, ...]):
     torch.manual_seed(0)
-    donor = initial_model(words, classes=7).state_dict()
+    donor = initial_model(overrides, classes=7).state_dict()
     torch.save(donor, here / "x.pth")
-    same(begun(here / "x.pth", words, classes=7), donor)
+    same(begun(here / "x.pth", overrides, classes=7), donor)
     torch.manual_seed(5)
-    other = begun(here / "x.pth", words, classes=3)
+    other = begun(here / "x.pth", overrides, classes=3)
     torch.manual_seed(5)
-    fresh = initial_model(words, classes=3).state_dict()
+    fresh = initial_model(overrides, classes=3).state_dict()
     head = {name: value for name, value in fresh.items() if name.startswith("head.")}
     same(other, donor | head)
 
@@ -273,9 +273,9 @@ def test_an_exported_vit_is_loaded_by_timm(here: Path):
 
 
 def test_export_of_a_run_writes_its_weights_once(donor: Run, here: Path):
-    words = [f"run={donor.path}", "weights=best", "export=best.safetensors"]
-    assert_succeeded(evaluate(words))
+    overrides = [f"run={donor.path}", "weights=best", "export=best.safetensors"]
+    assert_succeeded(evaluate(overrides))
     same(load_file("best.safetensors"), donor.best())
     before = snapshot()
-    assert_refused(evaluate(words), "best.safetensors")
+    assert_refused(evaluate(overrides), "best.safetensors")
     assert snapshot() == before

@@ -1,4 +1,4 @@
-"""A stand-in for the wandb service: accepts everything and records the lines of runs."""
+"""A fake wandb service: accepts everything and records the lines of runs."""
 
 import json
 import threading

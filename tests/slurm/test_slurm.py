@@ -44,7 +44,7 @@ def partitions() -> list[str]:
     """The partitions, the one whose jobs are preempted first."""
     tiers = {}
     for line in told("scontrol", "--oneliner", "show", "partition").splitlines():
-        facts = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        facts = dict(part.split("=", 1) for part in line.split() if "=" in part)
         tiers[facts["PartitionName"]] = int(facts["PriorityTier"])
     return sorted(tiers, key=lambda name: tiers[name])
 
@@ -194,8 +194,8 @@ def test_a_sweep_by_submitit_goes_on_after_ctrl_c_and_scancel(whole: Run):
 
 
 def test_several_tasks_of_a_run_are_refused():
-    words = line_of((LONG, "name=mine"))
-    command = ["srun", f"-p{LOW}", "-n2", "-N1", sys.executable, str(ROOT / "train.py"), *words]
+    overrides = line_of((LONG, "name=mine"))
+    command = ["srun", f"-p{LOW}", "-n2", "-N1", sys.executable, str(ROOT / "train.py"), *overrides]
     tasks = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "is training outputs/mine" in tasks.stderr
     assert statuses() == ["finished"]
