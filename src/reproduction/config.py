@@ -58,6 +58,13 @@ def schema(kind: type[Kind]) -> type[Kind]:
     return checked(kind)
 
 
+def folder_name(value: str) -> str:
+    is_plain = value.isprintable() and "/" not in value
+    if not is_plain or value.startswith("."):
+        raise ValueError("must be a printable name, without slashes or a leading dot")
+    return value
+
+
 Whole = Annotated[StrictInt, Field(ge=0)]
 Seed = Annotated[StrictInt, Field(ge=0, lt=2**32)]
 Count = Annotated[StrictInt, Field(ge=1)]
@@ -76,9 +83,9 @@ Compile = StrictBool | Literal["cuda-graph"]
 Channels = Annotated[list[Fraction], Field(min_length=3, max_length=3)]
 Deviations = Annotated[list[Part], Field(min_length=3, max_length=3)]
 Range = Annotated[list[Part], Field(min_length=2, max_length=2)]
-# printable, without slashes, a leading dot or spaces around it
-FOLDER_NAME = r"^[^\s./\\\p{C}]([^/\\\p{C}]*[^\s/\\\p{C}])?$"
-FolderName = Annotated[str, Field(pattern=FOLDER_NAME, max_length=LONGEST_NAME)]
+FolderName = Annotated[
+    str, Field(min_length=1, max_length=LONGEST_NAME), AfterValidator(folder_name)
+]
 # `data/x/` is `data/x`; relative ones stay so: a project may be moved
 PathName = Annotated[
     str,
