@@ -129,7 +129,7 @@ LOSS = FunctionKey(
     "recipe.loss", "step", {"cross_entropy": "reproduction.training.step:cross_entropy"}
 )
 METRIC = FunctionKey("recipe.metrics.*", "evaluation")
-MIXING = FunctionKey("augmentation.own.*.source", "inputs", typed="augmentation.*.source")
+MIXING = FunctionKey("augmentation.own.*.source", "inputs")
 
 
 def metric_name(value: str) -> str:
@@ -287,19 +287,6 @@ class OwnMix:
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-def with_own(raw: Any) -> Any:
-    """Returns an augmentation stack with what has a `source` in `own`, by its name."""
-    if not isinstance(raw, Mapping):
-        return raw
-    own = {}
-    for name, settings in raw.items():
-        has_source = isinstance(settings, Mapping) and "source" in settings
-        if has_source and not isinstance(settings["source"], Mapping):  # `own` may hold one
-            own[name] = settings
-    others = {name: x for name, x in raw.items() if name not in own}
-    return {**others, "own": {**others.get("own", {}), **own}}
-
-
 @schema
 class Augmentation:
     """The augmentation stack, in order of application; None disables a component.
@@ -308,7 +295,6 @@ class Augmentation:
     """
 
     off_epoch: Count | None = None
-    # nobody types this key, but augmentation.NAME
     own: dict[FolderName, OwnMix] = Field(default_factory=dict, max_length=1)
     mixup: InputMix | None = None
     cutmix: InputMix | None = None
@@ -327,7 +313,7 @@ class Augmentation:
         others = [name for name in self.stack if name in ("mixup", "cutmix")]
         if self.own and others:
             rule = f"stands alone as an input mixing, without {' and '.join(others)}"
-            raise ValueError(f"augmentation.{next(iter(self.own))}: {rule}")
+            raise ValueError(f"augmentation.own.{next(iter(self.own))}: {rule}")
 
 
 @schema
@@ -382,18 +368,17 @@ class Recipe:
         for name in self.metrics_options.keys() - self.metrics.keys():
             reason = f"+recipe.metrics.{name}=package.module:factory is missing"
             raise ValueError(f"recipe.metrics_options.{name}: {reason}")
-        if self.warmup_epochs > self.epochs:
-            rule = f"must be at most recipe.epochs={self.epochs}, or the rate never arrives"
-            raise ValueError(f"recipe.warmup_epochs={self.warmup_epochs}: {rule}")
-        if self.cooldown_epochs and self.warmup_epochs + self.cooldown_epochs >= self.epochs:
-            left = f"recipe.epochs={self.epochs} and recipe.warmup_epochs={self.warmup_epochs}"
-            rule = f"with {left} no epoch is left for the schedule"
-            raise ValueError(f"recipe.cooldown_epochs={self.cooldown_epochs}: {rule}")
-        if self.min_lr > self.lr:
-            raise ValueError(f"recipe.min_lr={self.min_lr}: must be at most recipe.lr={self.lr}")
-        if self.warmup_epochs and self.warmup_lr > self.lr:
-            rule = f"must be at most recipe.lr={self.lr}"
-            raise ValueError(f"recipe.warmup_lr={self.warmup_lr}: {rule}")
+        warmup, cooldown = self.warmup_epochs, self.cooldown_epochs
+        epochs = f"recipe.epochs={self.epochs} with recipe.warmup_epochs={warmup} leaves none"
+        rate = f"must be at most recipe.lr={self.lr}"
+        for name, is_wrong, rule in (
+            ("warmup_epochs", warmup > self.epochs, f"must be at most recipe.epochs={self.epochs}"),
+            ("cooldown_epochs", cooldown and warmup + cooldown >= self.epochs, epochs),
+            ("min_lr", self.min_lr > self.lr, rate),
+            ("warmup_lr", warmup and self.warmup_lr > self.lr, rate),
+        ):
+            if is_wrong:
+                raise ValueError(f"recipe.{name}={getattr(self, name)}: {rule}")
 
 
 @schema
@@ -417,7 +402,7 @@ class Config:
     output_root: PathName = "outputs"
     model: Annotated[AnyModel, Field(discriminator="family")]
     dataset: Dataset
-    augmentation: Annotated[Augmentation, BeforeValidator(with_own)]
+    augmentation: Augmentation
     recipe: Recipe
     checkpoint: Checkpoint = Checkpoint()
     # what receives the lines of metrics.jsonl too, with settings of its own

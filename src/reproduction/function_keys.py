@@ -63,20 +63,14 @@ class FunctionKey:
     role: Role
     # the paths of ours by name: to list them, nothing is imported
     ours: Mapping[str, str] = field(default_factory=dict)
-    typed: str = ""  # the key as users type it, if it is another
 
     def at(self, name: str) -> "FunctionKey":
         """Returns the key of one name, if it has a `*` for them."""
-        typed = self.typed.replace("*", name)
-        return replace(self, key=self.key.replace("*", name), typed=typed)
-
-    @property
-    def typed_key(self) -> str:
-        return self.typed or self.key
+        return replace(self, key=self.key.replace("*", name))
 
     def override(self, chosen: str) -> str:
         """Returns what is typed to choose this."""
-        return f"{self.typed_key}={chosen}"
+        return f"{self.key}={chosen}"
 
     def path(self, chosen: str) -> str:
         """Returns the path that a name stands for, or that stands here itself."""

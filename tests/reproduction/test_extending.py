@@ -189,9 +189,9 @@ def test_an_input_mixing_is_counted_and_stands_alone():
     assert {line["input_mixed_samples"] for line in run.steps} == {20}
     assert "resizemix" in run.summary["command"]
     result = train(overrides, "augmentation=[resizemix,mixup]")
-    assert_refused(result, "augmentation.resizemix: stands alone", "without mixup")
-    assert_refused(train(overrides, "+augmentation.resizemix.options.size=3"), "size")
-    source = "augmentation.resizemix.source=resizemix:mi"
+    assert_refused(result, "augmentation.own.resizemix: stands alone", "without mixup")
+    assert_refused(train(overrides, "+augmentation.own.resizemix.options.size=3"), "size")
+    source = "augmentation.own.resizemix.source=resizemix:mi"
     assert_refused(train(overrides, source), source, "has no attribute")
 
 
@@ -212,7 +212,7 @@ def mix(**options):
 def test_a_mixing_with_wrong_weights_ends_the_run():
     Path("wide.py").write_text(WIDE.replace("weights.double()", "2 * weights"))
     overrides = ("--config-dir", "mine", SMALL, STEPS, "augmentation=[resizemix]")
-    result = train(overrides, "augmentation.resizemix.source=wide:mix", "name=wide")
+    result = train(overrides, "augmentation.own.resizemix.source=wide:mix", "name=wide")
     assert result.status == 1
     assert "must be from 0 to 1" in result.err.splitlines()[-1]
 
