@@ -60,8 +60,6 @@ def main(overrides: list[str]) -> None:
         config, files, result = of_file(options, overrides)
     if "export" in options:
         export(config, files, options)
-    elif "images" in options:
-        predict(config, files, options)
     else:
         evaluate(config, files, options, result)
 
@@ -168,24 +166,12 @@ def export(config: Config, files: list[Path], options: dict[str, str]) -> None:
         say(f"written to {path}")
 
 
-def predict(config: Config, files: list[Path], options: dict[str, str]) -> None:
-    """Predicts images without classes, and says what is written."""
-    predictions = new_file(options, "predictions", ".csv")
-    images = Path(options["images"])
-    if not images.is_dir():
-        raise UserError(f"images={images}: must be a folder of images")
-    from reproduction.training.predictions import evaluate_checkpoint, write_predictions
-
-    found = evaluate_checkpoint(config, files, images)
-    if is_first_rank():
-        say(f"{found.facts['checkpoint']}: {found.facts['images']} images of {images}")
-        write_predictions(predictions, found.predictions)
-        say(f"written to {predictions}")
-
-
 def evaluate(config: Config, files: list[Path], options: dict[str, str], result: Path) -> None:
-    """Evaluates on the held-out images, and says what is written."""
-    file = new_file(options, "predictions", ".csv") if "predictions" in options else None
+    """Evaluates on the held-out images, or predicts those of a folder; says what is written."""
+    images = Path(options["images"]) if "images" in options else None
+    if images is not None and not images.is_dir():
+        raise UserError(f"images={images}: must be a folder of images")
+    predictions = new_file(options, "predictions", ".csv") if "predictions" in options else None
     from reproduction.training.evaluate import TOP
     from reproduction.training.predictions import (
         evaluate_checkpoint,
@@ -193,26 +179,28 @@ def evaluate(config: Config, files: list[Path], options: dict[str, str], result:
         write_predictions,
     )
 
-    found = evaluate_checkpoint(config, files)
+    scores, facts, predicted = evaluate_checkpoint(config, files, images)
     if not is_first_rank():
         return
-    scores, facts, predicted = found
-    assert scores is not None
-    assert predicted.targets is not None
-    parts = [f"top-1 {scores.top1:.2f} %"]
-    if len(predicted.classes) > TOP:
-        parts.append(f"top-5 {scores.top5:.2f} %")
-    parts.append(f"loss {scores.loss:.4f}")
-    parts += [f"{name} {value:.4g}" for name, value in scores.own.items()]
-    of = f"{facts['images']} images of {facts['dataset']}"
-    say(f"{facts['checkpoint']}: {', '.join(parts)} on {of}")
-    write_json(result, facts)
-    written = [result]
-    if file is not None:
-        write_predictions(file, predicted)
-        by_class = result.with_name(f"{result.stem}-classes.csv")
-        write_classes(by_class, predicted)
-        written += [file, by_class]
+    line = f"{facts['images']} images of {images or facts['dataset']}"
+    written = []
+    if scores is not None:
+        parts = [f"top-1 {scores.top1:.2f} %"]
+        if len(predicted.classes) > TOP:
+            parts.append(f"top-5 {scores.top5:.2f} %")
+        parts.append(f"loss {scores.loss:.4f}")
+        parts += [f"{name} {value:.4g}" for name, value in scores.own.items()]
+        line = f"{', '.join(parts)} on {line}"
+        write_json(result, facts)
+        written.append(result)
+    say(f"{facts['checkpoint']}: {line}")
+    if predictions is not None:
+        write_predictions(predictions, predicted)
+        written.append(predictions)
+        if scores is not None:
+            by_class = result.with_name(f"{result.stem}-classes.csv")
+            write_classes(by_class, predicted)
+            written.append(by_class)
     say(f"written to {', '.join(map(str, written))}")
 
 

@@ -9,7 +9,6 @@ training; with --no-train the tables of the runs that are there are written inst
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 
 from reproduction.application import application
 from reproduction.compose import in_quotes, override_of, with_overrides
@@ -39,7 +38,7 @@ def write_tables(study: str, options: Sequence[str], overrides: Sequence[str]) -
             raise UserError(f"{override}: nothing reads it with --no-train")
     asked = with_overrides({"study": study, "seeds": None, "scale": FULL}, options)
     sweep = Sweep.of_study(validated(StudyOptions, asked), overrides)
-    outputs = Path(sweep.plans[0].config.output_root)
+    outputs = sweep.plans[0].path.parent
     if not outputs.is_dir():
         raise UserError(f"output_root={outputs}: must be a folder of runs")
     sweep.write_tables()

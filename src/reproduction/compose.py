@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,7 @@ from hydra.core.override_parser.types import Quote, QuotedString, Sweep
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from reproduction.config import (
-    CONF_DIR,
-    LONGEST_NAME,
-    Command,
-    Config,
-    FolderName,
-    validated,
-)
+from reproduction.config import CONF_DIR, LONGEST_NAME, Command, Config, validated
 from reproduction.errors import UserError
 from reproduction.files import cut
 from reproduction.folder import RunFolder
@@ -36,8 +29,6 @@ from reproduction.identity import changes_result, own_code, run_hash
 from reproduction.machine import launched_ranks
 
 PRIMARY = "train"  # configuration, of conf/
-# overrides that choose no file, and so set a value alone
-PLAIN = re.compile(r"(?!hydra\.)(\w+\.[\w.]+|seed|row|resume|device)=")
 # keys that run_name does not write as key=value: its head or its -s<seed> says them
 IN_THE_NAME = ("seed", "model", "dataset", "augmentation", "experiment")
 OF_THE_COMMAND = Command.__annotations__.keys() - {"row"}  # which no run has
@@ -56,11 +47,6 @@ class Override:
     text: str
     key: str  # or group, without + or ~ before it
     value: Any
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it sets one value, whatever else is composed."""
-        return PLAIN.match(self.text) is not None and not isinstance(self.value, Sweep)
 
     @property
     def group(self) -> str:
@@ -177,14 +163,9 @@ def _composed(primary: str, overrides: tuple[str, ...]) -> DictConfig:
 
 
 def tree_of(overrides: Sequence[str]) -> DictConfig:
-    """Returns the tree of these overrides, a copy.
-
-    Plain values are set here, as Hydra sets them: runs that differ in these alone share its work.
-    """
+    """Returns the tree of these overrides, a copy: Hydra composes runs of several seeds once."""
     read = [x for x in map(override_of, overrides) if x.key not in OF_THE_COMMAND]
-    is_ordered = any(x.text.startswith(("+", "~")) for x in read)  # may add or remove what is set
-    values = [x for x in read if x.is_plain and not is_ordered]
-    shared = [x.text for x in read if x not in values]
+    shared = [x.text for x in read if not x.text.startswith("seed=")]
     primary = PRIMARY
     with hydra_errors(*overrides):
         if GlobalHydra.instance().is_initialized():  # by train.py
@@ -192,8 +173,9 @@ def tree_of(overrides: Sequence[str]) -> DictConfig:
             primary = running.job.config_name
             shared = [*overrides_of(running, "hydra"), *shared]
         tree = deepcopy(_composed(primary, tuple(shared)))
-        for override in values:
-            OmegaConf.update(tree, override.key, override.value)
+        for override in read:
+            if override.text not in shared:
+                tree.seed = override.value
         node = tree.hydra
         node.overrides.task = [x.text for x in read]
         named = node.job.config.override_dirname
@@ -240,13 +222,12 @@ def config_of(tree: DictConfig, overrides: Sequence[str] = ()) -> Config:
     for name in stack.keys() - chosen.keys() - {"off_epoch"}:
         reason = f"augmentation=[{','.join(chosen)}] does not name it"
         raise UserError(f"augmentation.{name}={stack[name]}: {reason}")
-    config = validated(Config, raw)
     ranks = launched_ranks()
-    if ranks is None:
-        return config
-    if config.devices not in (1, ranks):  # 1 is the default
-        raise UserError(f"devices={config.devices}: torchrun has started {ranks} ranks")
-    return replace(config, devices=ranks)
+    if ranks is not None:
+        if raw["devices"] not in (1, ranks):  # 1 is the default
+            raise UserError(f"devices={raw['devices']}: torchrun has started {ranks} ranks")
+        raw["devices"] = ranks
+    return validated(Config, raw)
 
 
 def command_of(tree: DictConfig) -> Command:
@@ -262,13 +243,14 @@ class RunPlan:
     """A run to train: the overrides with which train.py trains it, and its configuration."""
 
     overrides: tuple[str, ...]
-    config: Config  # with the name of its folder, once it is placed
+    config: Config
     label: str = ""  # STUDY/ROW, of the first of its rows; the override `row` has it
     tree: DictConfig | None = field(default=None, repr=False, compare=False)
+    path: Path = Path()  # of its folder, once it is placed
 
-    @property
+    @cached_property
     def folder(self) -> RunFolder:
-        return RunFolder.of(self.config)
+        return RunFolder(self.path)
 
     def placed(self, number: int = 0) -> "RunPlan":
         """Returns the run in the directory that Hydra will give to its job of this number."""
@@ -282,10 +264,9 @@ class RunPlan:
 
     def at(self, path: Path) -> "RunPlan":
         """Returns the run in a directory, which is named from here if it is below."""
-        if path.is_relative_to(Path.cwd()) and path != Path.cwd():
+        if path.is_relative_to(Path.cwd()):
             path = path.relative_to(Path.cwd())
-        name = validated(FolderName, path.name)
-        return replace(self, config=replace(self.config, name=name, output_root=str(path.parent)))
+        return replace(self, path=path)
 
 
 def plan_run(overrides: Sequence[str], label: str = "") -> RunPlan:
@@ -361,6 +342,6 @@ def check_asked(config: Config, overrides: Sequence[str], *roles: Role) -> None:
     """
     named = {override.key: override.value_text for override in map(override_of, overrides)}
     for function_key, path in own_code(config):
-        if function_key.role in roles and named.get(function_key.typed_key) != path:
+        if function_key.role in roles and named.get(function_key.key) != path:
             override = function_key.override(path)
             raise UserError(f"{override}: the run needs this code; to run it, add {override}")

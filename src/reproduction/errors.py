@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -190,8 +189,12 @@ def warn(text: str) -> None:
 Item = TypeVar("Item")
 
 
+PULSE = 60.0  # seconds between the lines of a bar that is on no terminal
+
+
 def progress(items: Iterable[Item], task: str, total: int, done: int = 0) -> Iterator[Item]:
-    """Yields the items, and counts them on the first rank's terminal; `done` came before."""
+    """Yields the items, and counts them in a bar of the first rank; `done` came before."""
+    interval = 0.1 if sys.stdout is not None and sys.stdout.isatty() else PULSE
     yield from tqdm(
         items,
         desc=task,
@@ -199,26 +202,10 @@ def progress(items: Iterable[Item], task: str, total: int, done: int = 0) -> Ite
         initial=done,
         leave=False,
         file=sys.stdout,
-        disable=None if is_first_rank() else True,  # None: shown on a terminal alone
+        mininterval=interval,
+        delay=interval,
+        disable=not is_first_rank(),
     )
-
-
-PULSE = 60.0  # seconds between lines of a run whose output is no terminal
-
-
-class Pulse:
-    """When the first rank shall say that it is alive, where `progress` shows no bar."""
-
-    def __init__(self) -> None:
-        self.last = time.monotonic()
-
-    def is_due(self) -> bool:
-        has_bar = sys.stdout is not None and sys.stdout.isatty()
-        return is_first_rank() and not has_bar and time.monotonic() - self.last >= PULSE
-
-    def tell(self, text: str) -> None:
-        self.last = time.monotonic()
-        say(text)
 
 
 def hide_warnings() -> None:

@@ -46,11 +46,6 @@ class RunFolder:
         self.previous_path = self.path / "checkpoints" / "last-1.pt"
         self.best_path = self.path / "checkpoints" / "best.safetensors"
 
-    @classmethod
-    def of(cls, config: Config) -> "RunFolder":
-        assert config.name is not None, "compose.plan_of() sets the name"
-        return cls(Path(config.output_root, config.name))
-
     # What is here
 
     def is_run(self) -> bool:
@@ -63,11 +58,11 @@ class RunFolder:
             return  # the first rank may already have created it for the others
         if config.resume != "auto":
             advice = "resume it with resume=auto or choose another name"
-            raise UserError(f"name={config.name}: {self.path} exists; {advice}")
+            raise UserError(f"name={self.path.name}: {self.path} exists; {advice}")
         others = changes(config, self.read_config())
         if others:
             reason = f"{self.path} holds another run, this one has {others}"
-            raise UserError(f"name={config.name}: {reason}")
+            raise UserError(f"name={self.path.name}: {reason}")
 
     def check_free(self) -> None:
         """Raises UserError, before Hydra writes here, if there is something else than a run."""

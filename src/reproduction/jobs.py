@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 
@@ -34,7 +33,8 @@ def train_here(plan: RunPlan) -> None:
     failure = None
     try:
         origin = {"overrides": plan.overrides, "command": command}
-        write_report(plan.folder, run_training(plan.config, origin))
+        summary = run_training(plan.config, plan.folder, origin)
+        write_report(plan.folder, plan.config, summary)
     except Exception as error:
         failure = ending(error)
     if failure is not None:  # raised out here it has no context, which would keep the model
@@ -77,7 +77,7 @@ def in_processes(plans: Sequence[RunPlan], jobs: int) -> Iterator[PlainError | N
     from reproduction.training.stop import handling  # imports torch
 
     jobs = min(jobs, len(plans))
-    logs = Path(plans[0].config.output_root, ".logs")
+    logs = plans[0].path.parent / ".logs"
     free = SimpleQueue[Environment]()
     for environment in environments(jobs, max(plan.config.devices for plan in plans)):
         free.put(environment)

@@ -110,7 +110,7 @@ class Sweep:
         runs = [run_of(plan) for plan in self.plans]
         if not self.is_whole:
             return runs
-        outputs = Path(self.plans[0].config.output_root)
+        outputs = self.plans[0].path.parent
         written = []
         for table in self._tables([x for x in runs if x.status != NOT_STARTED]):
             say(f"\n# {table.title}\n\n{table.markdown()}")

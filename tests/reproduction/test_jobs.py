@@ -147,7 +147,7 @@ def test_an_interrupted_sweep_goes_on_with_the_same_command(here: Path):
 
 def test_a_sweeper_chooses_by_the_last_epoch(here: Path):
     first, last = trained(SMALL).epochs
-    point = plan_run([*SMALL, "name=mine"])
+    point = plan_run(SMALL).at(Path("outputs/mine"))
     assert objective(point, "eval_loss") == last["eval_loss"] != first["eval_loss"]
     assert objective(point, "val_loss") is None
 

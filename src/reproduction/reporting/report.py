@@ -45,7 +45,7 @@ OF_TRAINED: dict[str, Draw] = {  # of HTM
 }
 
 
-def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
+def write_report(folder: RunFolder, config: Config, summary: dict[str, Any]) -> None:
     """Draws the pictures, writes report.md unless it exists, and prints the result.
 
     Does nothing except on the first rank.
@@ -55,7 +55,6 @@ def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
     name = folder.path.name
     try:
         if not folder.report_path.exists():
-            config = folder.read_config()
             sections = [f"# {name}", _description(config, summary)]
             sections += [METHODS[x] for x in config.augmentation.stack if x in METHODS]
             sections.append(WHERE)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from reproduction.data import loaders
 from reproduction.data.workers import Batch
-from reproduction.errors import PlainError, Pulse, progress, say
+from reproduction.errors import PlainError, progress, say
 from reproduction.folder import RunFolder
 from reproduction.models.names import State
 from reproduction.training import metrics
@@ -60,7 +60,6 @@ class TrainingRun:
     stop: Stop
     clock: Clock
     batch_metrics: metrics.BatchMetrics
-    pulse: Pulse
     own_metrics: dict[str, Metric]
     upcoming: Iterator[Batch] | None = None  # the next epoch, which workers load already
     has_evaluated: bool = False
@@ -87,7 +86,7 @@ def fit(run: TrainingRun, state: RunState) -> dict[str, Any]:
     """
     while state.epoch < run.total_epochs:
         pace = metrics.Pace(run.trainer.step, run.total_steps)
-        train_epoch(run, state, pace)
+        train_epoch(run, state)
         load_ahead(run, state)
         evaluate_epoch(run, state)
         end_epoch(run, state, pace)
@@ -97,11 +96,10 @@ def fit(run: TrainingRun, state: RunState) -> dict[str, Any]:
     return _results(run, state)
 
 
-def train_epoch(run: TrainingRun, state: RunState, pace: metrics.Pace) -> None:
+def train_epoch(run: TrainingRun, state: RunState) -> None:
     """Trains the steps of an epoch that are left: a resumed run may begin within it."""
     trainer, batches = run.trainer, run.batches
     number = state.epoch + 1  # of this epoch, from 1
-    task = f"epoch {number}/{run.total_epochs}"
     done = trainer.step - len(batches) * state.epoch  # batches of this epoch
     left = run.total_steps - trainer.step  # maybe fewer than the epoch has
     total = min(len(batches), done + left)
@@ -113,6 +111,7 @@ def train_epoch(run: TrainingRun, state: RunState, pace: metrics.Pace) -> None:
         loading = load(run, state.epoch, done)
     loaded = islice(loading, left)
     run.batch_metrics.restart_clock()
+    task = f"epoch {number}/{run.total_epochs}"
     for batch in progress(run.stop.while_waiting(loaded), task, total, done):
         size = batches.global_size(trainer.step % len(batches))  # `step` is still this batch's
         micro_batches = train_batch(run, state, batch, size)
@@ -120,11 +119,9 @@ def train_epoch(run: TrainingRun, state: RunState, pace: metrics.Pace) -> None:
         run.batch_metrics.add(head, size, micro_batches)
 
         # Raises Stopped on all ranks if a signal has come to any; else all get the same answers.
-        saves, reports = run.stop.any_rank(run.is_main and run.clock.is_late(), run.pulse.is_due())
-        if saves or reports or trainer.step % trainer.recipe.log_every == 0:
-            line = write_metrics(run, state)
-            if reports and run.is_main:
-                run.pulse.tell(f"{task}  {metrics.describe_step(line, pace)}")
+        saves = run.stop.any_rank(run.is_main and run.clock.is_late())
+        if saves or trainer.step % trainer.recipe.log_every == 0:
+            write_metrics(run, state)
         if saves:
             save_checkpoint(run, state)
     write_metrics(run, state)
@@ -183,8 +180,7 @@ def end_epoch(run: TrainingRun, state: RunState, pace: metrics.Pace) -> None:
         _record_epoch(run, state, pace)
     is_last = state.epoch == run.total_epochs
     is_due = is_last or run.clock.is_late() or run.clock.is_due(state.epoch)
-    (saves,) = run.stop.any_rank(run.is_main and is_due)  # ranks save together
-    if saves:
+    if run.stop.any_rank(run.is_main and is_due):  # ranks save together
         save_checkpoint(run, state)
 
 
@@ -216,11 +212,8 @@ def _keep_best(run: TrainingRun, state: RunState) -> None:
     save_plain(run.folder.best_path, state.best, run.trainer.classes)
 
 
-def write_metrics(run: TrainingRun, state: RunState) -> metrics.Line:
-    """Writes the lines of the batches since the last call, and returns the last one, if any.
-
-    The first one that is not finite ends the run.
-    """
+def write_metrics(run: TrainingRun, state: RunState) -> None:
+    """Writes the lines of the batches since the last call; one that is not finite ends the run."""
     lines, seconds = run.batch_metrics.fetch()
     state.train_seconds += seconds
     for line in lines:
@@ -232,7 +225,6 @@ def write_metrics(run: TrainingRun, state: RunState) -> metrics.Line:
             state.skipped += 1
         state.sums[-1] = state.sums[-1].plus(line)
         _write_line(run, line)
-    return lines[-1] if lines else {}
 
 
 def check_finite(run: TrainingRun) -> None:

@@ -42,7 +42,7 @@ class WandbLog:
         init = {
             "id": folder.read_summary().get("wandb_id"),
             "resume": "allow",
-            "name": config.name,
+            "name": folder.path.name,
             "project": os.environ.get("WANDB_PROJECT", "tokenmixup"),
             "dir": str(folder.path),
             **given,

@@ -166,13 +166,6 @@ class Pace:
         return seconds * (self.total - step)
 
 
-def describe_step(line: Line, pace: Pace) -> str:
-    """Returns what the run says of a step."""
-    step = line["step"]
-    left = timedelta(seconds=round(pace.left(step)))
-    return f"step {step:,}/{pace.total:,}  loss {line['loss']:.3f}  {left} left"
-
-
 def describe(
     sums: Sums,
     log: list[Line],

@@ -20,7 +20,6 @@ from reproduction.data.workers import Loader
 from reproduction.errors import (
     OneLineError,
     PlainError,
-    Pulse,
     Stopped,
     of_system,
     say,
@@ -55,20 +54,19 @@ from reproduction.training.stop import Stop, handling
 LIBRARIES = ("torch", "torchvision", "timm", "numpy", "scipy", "hydra-core")
 
 
-def run_training(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
+def run_training(config: Config, folder: RunFolder, origin: Mapping[str, Any]) -> dict[str, Any]:
     """Trains one run, unless it is finished, and returns its summary, which records its `origin`.
 
     Raises UserError before the run begins, and PlainError or KeyboardInterrupt after the status is
     recorded in the folder.
     """
-    folder = RunFolder.of(config)
     try:
         with hold(folder):
             folder.check(config)  # another process may have just begun it
             if folder.is_finished():
                 return folder.read_summary()
             try:
-                return on_ranks(partial(train, origin=origin), config)
+                return on_ranks(partial(train, folder=folder, origin=origin), config)
             except KeyboardInterrupt as error:
                 line = _record_end(folder, config, "interrupted", "interrupted")
                 raise KeyboardInterrupt(line) from error
@@ -94,7 +92,7 @@ def _record_end(folder: RunFolder, config: Config, status: str, reason: str) -> 
     return f"{reason}; {folder.path} is {kept}, {config.how_to_continue}"
 
 
-def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
+def train(config: Config, folder: RunFolder, origin: Mapping[str, Any]) -> dict[str, Any]:
     """Trains on this rank; the first rank writes the run folder.
 
     Returns the summary; on other ranks the results alone.
@@ -104,7 +102,7 @@ def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
     if config.compile:
         torch.compiler.reset()  # its limits count over all runs of a process
     with join_world(device) as world:
-        run, state = set_up(config, world, origin)
+        run, state = set_up(config, folder, world, origin)
         status = "failed"
         with handling(run.stop.request):
             try:
@@ -127,12 +125,13 @@ def train(config: Config, origin: Mapping[str, Any]) -> dict[str, Any]:
         return results
 
 
-def set_up(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[TrainingRun, RunState]:
+def set_up(
+    config: Config, folder: RunFolder, world: World, origin: Mapping[str, Any]
+) -> tuple[TrainingRun, RunState]:
     """Builds a run on its device, or resumes it, and prepares its folder.
 
     UserError if images, model or checkpoints do not fit the configuration.
     """
-    folder = RunFolder.of(config)
     paths = folder.checkpoints()
     newest = read_newest(paths) if paths else None
     data = opened(config.dataset)
@@ -158,7 +157,7 @@ def set_up(config: Config, world: World, origin: Mapping[str, Any]) -> tuple[Tra
         else:
             facts["starts"] = folder.read_summary().get("starts", [])
         facts["starts"] += [_start(trainer)]
-        facts |= origin
+        facts |= {"name": folder.path.name, **origin}
         _say_start(trainer, data, facts)
     run = _assembled(trainer, folder, data, batches)
     # The folder last: what is refused above, such as a logger's settings, leaves it as it was.
@@ -198,7 +197,6 @@ def _assembled(
         stop=Stop(world.size),
         clock=Clock(config.checkpoint),
         batch_metrics=metrics.BatchMetrics(world),
-        pulse=Pulse(),
         own_metrics=build_metrics(config.recipe),
     )
 
@@ -243,7 +241,6 @@ def _facts(trainer: Trainer, data: Data) -> dict[str, Any]:
     """The entries of the summary that are known before training."""
     config = trainer.config
     return {
-        "name": config.name,
         "data": record(data, config.model.weights),
         "code": files_of_code(config),
         "classes": len(data.classes),

@@ -77,18 +77,18 @@ class Stop:
         finally:
             self.is_waiting = False
 
-    def any_rank(self, *wishes: bool) -> list[bool]:
-        """Returns, for each wish, whether any rank has it; Stopped if any rank has a signal.
+    def any_rank(self, wish: bool) -> bool:
+        """Returns whether any rank has this wish; Stopped if any rank has a signal.
 
         All ranks call it after each step.
         """
-        flags = torch.tensor([self.signum, *wishes])
+        flags = torch.tensor([self.signum, wish])
         if not self.is_alone:
             dist.all_reduce(flags, dist.ReduceOp.MAX, self.group)
-        signum, *wished = flags.tolist()
+        signum, is_wished = flags.tolist()
         if signum:
             raise Stopped(signum)
-        return [bool(wish) for wish in wished]
+        return bool(is_wished)
 
 
 def ending(error: Exception) -> OneLineError:
