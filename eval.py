@@ -18,6 +18,7 @@ recipe.precision. Code of your own, which returns the images or the model, runs 
 overrides name it: dataset.source, model.source. train.py --help shows the values.
 """
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ from reproduction.compose import (
 )
 from reproduction.config import Config, validated
 from reproduction.errors import UserError, one_line_errors, say
-from reproduction.files import write_json
+from reproduction.files import write_text
 from reproduction.folder import RunFolder
 from reproduction.function_keys import Role
 from reproduction.help import hydra_errors
@@ -95,9 +96,7 @@ def of_run(options: dict[str, str], overrides: Sequence[str]) -> tuple[Config, l
         code.append("images")
     check_asked(config, overrides, *code)
     settings = settings_of_evaluation(config)
-    hashed = []
-    if settings != settings_of_evaluation(saved):
-        hashed.append(settings)
+    hashed = [] if settings == settings_of_evaluation(saved) else [settings]
     place = folder.path / f"evaluation-{which}"
     return config, files, result_of(place, config, hashed)
 
@@ -135,7 +134,7 @@ def changed(saved: Config, overrides: Sequence[str]) -> Config:
     raw["recipe"]["metrics_options"] = {name: options[name] for name in options if name in named}
     changes = [override.text for override in read if override.key != "dataset"]
     if len(changes) < len(overrides):
-        of_dataset = [override.text for override in read if override.group == "dataset"]
+        of_dataset = [override.text for override in read if override.key.startswith("dataset")]
         raw["dataset"] = asdict(given(of_dataset).dataset)
         raw["dataset"] |= {"mean": saved.dataset.mean, "std": saved.dataset.std}
     with hydra_errors(*overrides):
@@ -183,7 +182,6 @@ def evaluate(config: Config, files: list[Path], options: dict[str, str], result:
     if not is_first_rank():
         return
     line = f"{facts['images']} images of {images or facts['dataset']}"
-    written = []
     if scores is not None:
         parts = [f"top-1 {scores.top1:.2f} %"]
         if len(predicted.classes) > TOP:
@@ -191,9 +189,12 @@ def evaluate(config: Config, files: list[Path], options: dict[str, str], result:
         parts.append(f"loss {scores.loss:.4f}")
         parts += [f"{name} {value:.4g}" for name, value in scores.own.items()]
         line = f"{', '.join(parts)} on {line}"
-        write_json(result, facts)
-        written.append(result)
     say(f"{facts['checkpoint']}: {line}")
+    written = []
+    if scores is not None:
+        result.parent.mkdir(parents=True, exist_ok=True)
+        write_text(result, json.dumps(facts, indent=2) + "\n")
+        written.append(result)
     if predictions is not None:
         write_predictions(predictions, predicted)
         written.append(predictions)

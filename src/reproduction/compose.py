@@ -49,11 +49,6 @@ class Override:
     value: Any
 
     @property
-    def group(self) -> str:
-        """The first part of its key."""
-        return self.key.partition(".")[0]
-
-    @property
     def typed(self) -> str:
         """Its value as it was typed."""
         return self.text.partition("=")[2]

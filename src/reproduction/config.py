@@ -27,7 +27,7 @@ from reproduction.errors import UserError, as_typed, in_one_line
 from reproduction.function_keys import FunctionKey
 from reproduction.machine import local_ranks, usable_cores
 from tokenmixup import HTM, VTM, ManifoldMixup
-from tokenmixup.settings import LARGEST, RULES, built
+from tokenmixup.settings import RULES, built
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF_DIR, TRAIN = ROOT / "conf", ROOT / "train.py"
@@ -68,13 +68,9 @@ def folder_name(value: str) -> str:
 Whole = Annotated[StrictInt, Field(ge=0)]
 Seed = Annotated[StrictInt, Field(ge=0, lt=2**32)]
 Count = Annotated[StrictInt, Field(ge=1)]
-# Bounds: far above any sensible value, but low enough to fail before memory runs out.
-Size = Annotated[StrictInt, Field(ge=1, le=2**16)]
-Blocks = Annotated[StrictInt, Field(ge=1, le=512)]
-Workers = Annotated[StrictInt, Field(ge=0, le=1024)] | Literal["auto"]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Amount = Annotated[Number, Field(ge=0, le=LARGEST)]
-Positive = Annotated[Number, Field(gt=0, le=LARGEST)]
+Amount = Annotated[Number, Field(ge=0)]
+Positive = Annotated[Number, Field(gt=0)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
 Rate = Annotated[Number, Field(ge=0, lt=1)]  # below 1
 Part = Annotated[Number, Field(gt=0, le=1)]  # above 0
@@ -144,7 +140,7 @@ class Model:
     """Settings shared by all models, with the default layers of HTM and VTM."""
 
     name: FolderName
-    image_size: Size
+    image_size: Count
     weights: PathName | None
     checkpoint_blocks: StrictBool = False
     htm_layer: Whole | None = None
@@ -155,7 +151,7 @@ class Model:
 class Transformer(Model):
     """A plain sequence of blocks that supports HTM and VTM."""
 
-    depth: Blocks
+    depth: Count
     attn_drop: Rate
     drop_path: Rate
 
@@ -168,11 +164,11 @@ class CCT(Transformer):
     """
 
     family: Literal["cct"]
-    embed_dim: Size
-    num_heads: Size
+    embed_dim: Count
+    num_heads: Count
     mlp_ratio: Positive
-    conv_layers: Blocks | None
-    patch_size: Size | None
+    conv_layers: Count | None
+    patch_size: Count | None
     positional_embedding: Literal["learnable", "sine"]
     pooling: Literal["sequence", "class_token"]
 
@@ -191,7 +187,7 @@ class ViT(Transformer):
 
     family: Literal["vit"]
     architecture: str
-    patch_size: Size
+    patch_size: Count
     global_pool: Literal["token", "avg", "map"]
     pretrained: str | None
     pos_drop_rate: Rate
@@ -237,7 +233,7 @@ class Dataset:
     std: Deviations
     limit: Count | None
     eval_limit: Count | None = None
-    workers: Workers = "auto"
+    workers: Whole | Literal["auto"] = "auto"
     validation: Rate = 0.0
     validation_seed: Seed = 0
     source: Annotated[str, DATA, AfterValidator(DATA.path)]
@@ -336,7 +332,7 @@ class Recipe:
 
     epochs: Count
     max_steps: Count | None
-    batch_size: Size
+    batch_size: Count
     drop_last: StrictBool
     grad_accum_steps: Count
     optimizer: Annotated[str, OPTIMIZER]
@@ -395,7 +391,7 @@ class Config:
 
     seed: Seed
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    devices: Size
+    devices: Count
     compile: Compile = False
     resume: Literal["never", "auto"] = "never"
     name: FolderName | None = None

@@ -24,12 +24,9 @@ log = logging.getLogger("reproduction")
 
 
 def in_one_line(text: str, longest: int = LONGEST_LINE) -> str:
-    """Joins `text` into one line of bounded length, with `?` for unprintable characters."""
+    """Joins `text` into one line of bounded length."""
     line = " ".join(text.split())
-    line = "".join(x if x.isprintable() else "?" for x in line)
-    if len(line) > longest:
-        line = f"{line[: longest - 3]}..."
-    return line
+    return line if len(line) <= longest else f"{line[: longest - 3]}..."
 
 
 def first_line(error: BaseException) -> str:

@@ -1,13 +1,11 @@
 """Files that are the old one or the new one, whatever happens; and errors that name theirs."""
 
 import errno
-import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 # What a machine may lack or lose, and no override or file of a user is to blame for.
 LACKS = {
@@ -77,12 +75,6 @@ def write_text(path: Path, text: str) -> None:
     """Writes a file atomically."""
     with replacing(path) as temporary:
         temporary.write_text(text)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Writes plain values atomically, in a folder that is made if there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def flush(path: Path) -> None:

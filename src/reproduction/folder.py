@@ -5,7 +5,7 @@ metrics.jsonl     one line per training step and one per evaluated epoch
 summary.json      status (running, finished, interrupted, failed), data, result, accuracies by epoch
 report.md         the result of a finished run, with pictures (.svg, .png)
 evaluation-*      what eval.py has written
-.lock             held by the training process; names it, and its job
+.lock             held by the training process; names it
 checkpoints/      last.pt and older ones to resume from, best.safetensors for evaluation
 
 Each file but metrics.jsonl is replaced as a whole, and of that one a checkpoint counts the bytes.
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
@@ -29,7 +29,7 @@ from reproduction.config import Config, validated
 from reproduction.errors import UserError, of_system
 from reproduction.files import flush, naming, write_text
 from reproduction.identity import changes, run_hash
-from reproduction.machine import is_first_rank, is_restarted, job_id, launched_ranks
+from reproduction.machine import is_first_rank, is_restarted, launched_ranks
 
 
 class RunFolder:
@@ -54,38 +54,21 @@ class RunFolder:
 
     def check(self, config: Config) -> None:
         """Raises UserError if this folder cannot be used for this run, or could not be read."""
-        if not is_first_rank() or not self.is_run():
+        if not is_first_rank():
             return  # the first rank may already have created it for the others
+        name = f"name={self.path.name}"
+        if not self.is_run():
+            if self.path.exists() and not self.lock_path.exists():  # else a run has tried to begin
+                for path in self.path.iterdir():
+                    if path.name != ".hydra" and path.suffix != ".log":  # of Hydra
+                        raise UserError(f"{name}: {path} is in the way; choose another name")
+            return
         if config.resume != "auto":
             advice = "resume it with resume=auto or choose another name"
-            raise UserError(f"name={self.path.name}: {self.path} exists; {advice}")
+            raise UserError(f"{name}: {self.path} exists; {advice}")
         others = changes(config, self.read_config())
         if others:
-            reason = f"{self.path} holds another run, this one has {others}"
-            raise UserError(f"name={self.path.name}: {reason}")
-
-    def check_free(self) -> None:
-        """Raises UserError, before Hydra writes here, if there is something else than a run."""
-        if self.is_run() or self.lock_path.exists() or not self.path.exists():
-            return  # the lock says that a run has tried to begin here
-        for path in self.path.iterdir():
-            if path.name != ".hydra" and path.suffix != ".log":
-                raise UserError(f"name={self.path.name}: {path} is in the way; choose another name")
-
-    def check_same(self, entry: Literal["data", "code"], now: Mapping[str, str]) -> None:
-        """Raises UserError if the run has begun on other data, or by other code, than `now`."""
-        if not (self.is_finished() or self.checkpoints()):
-            return  # nothing was learnt from them
-        then = self.read_summary().get(entry) or {}
-        others = [
-            f"{then[name]} then, {now[name]} now"
-            for name in then
-            if name in now and now[name] != then[name]
-        ]
-        if others:
-            reason = f"{self.path} was trained with other {entry}: {', '.join(others)}"
-            advice = "choose another output_root, or move that folder away"
-            raise UserError(f"name={self.path.name}: {reason}; {advice}")
+            raise UserError(f"{name}: {self.path} holds another run, this one has {others}")
 
     def is_finished(self) -> bool:
         """Whether the run is finished and has its result."""
@@ -115,11 +98,6 @@ class RunFolder:
             except BlockingIOError:
                 return True
         return False
-
-    def holder(self) -> str:
-        """Returns which process trains this run, or was the last to."""
-        with _named(self.lock_path):
-            return self.lock_path.read_text().strip() or "another process"
 
     def checkpoints(self) -> list[Path]:
         """Returns the checkpoints to resume from, newest first."""
@@ -240,17 +218,13 @@ def hold(folder: RunFolder) -> Iterator[None]:
         return
     path = folder.lock_path
     lock = FileLock(path, poll_interval=0.02, fallback_to_soft=False)
-    job = job_id()
-    text = f"process {os.getpid()} on {socket.gethostname()}"
-    if job is not None:
-        text += f", job {job}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(PATIENCE_AT_RESTART if launched_ranks() or is_restarted() else PATIENCE)
-        path.write_text(text)
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
     except Timeout:
-        taken = f"name={folder.path.name}: {folder.holder()} is training {folder.path}"
-        raise UserError(taken) from None
+        holder = path.read_text() or "another process"
+        raise UserError(f"name={folder.path.name}: {holder} is training {folder.path}") from None
     try:
         yield
     finally:

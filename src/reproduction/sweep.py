@@ -85,7 +85,6 @@ class Sweep:
         if number > 1:
             raise UserError(f"name={path}: {number} runs share it; name='x-${{KEY}}' names each")
         for plan in self.plans:
-            plan.folder.check_free()
             plan.folder.check(plan.config)
 
     def interrupted_by(self, interrupt: KeyboardInterrupt) -> Interrupted:
@@ -178,15 +177,20 @@ def check_here(plans: Sequence[RunPlan]) -> None:
 
 
 def check_same(plan: RunPlan) -> None:
-    """Checks that what has begun in the folder is of the same data and code."""
+    """Raises UserError for a run that has learnt from other data, or by other code, than now."""
     from reproduction.data.sources import opened, record  # imports torch
 
     config, folder = plan.config, plan.folder
+    if not (folder.is_finished() or folder.checkpoints()):
+        return
     summary = folder.read_summary()
-    if summary.get("data"):
-        folder.check_same("data", record(opened(config.dataset), config.model.weights))
-    if summary.get("code"):
-        folder.check_same("code", files_of_code(config))
+    then = summary.get("data", {}) | summary.get("code", {})
+    now = record(opened(config.dataset), config.model.weights) | files_of_code(config)
+    others = [f"{x} then, {now[key]} now" for key, x in then.items() if now.get(key, x) != x]
+    if others:
+        reason = f"{folder.path} was trained with other data or other code: {', '.join(others)}"
+        advice = "choose another output_root, or move that folder away"
+        raise UserError(f"name={folder.path.name}: {reason}; {advice}")
 
 
 def check_machine(config: Config) -> None:

@@ -81,7 +81,7 @@ def test_a_mistake_is_refused_in_one_line_that_names_it(
         assert_refused(result, named)
         line = result.err.removesuffix("\n")
         assert line.startswith(f"{Path(program).name}: "), command
-        assert line.isprintable(), command
+        assert "\n" not in line, command
         assert len(line) < 2100, command
         assert snapshot() == before, command
 
