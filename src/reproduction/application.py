@@ -19,7 +19,7 @@ from reproduction.errors import Stopped, UserError, one_line_errors, say
 from reproduction.help import hydra_errors
 from reproduction.jobs import objective, train_here
 from reproduction.machine import is_first_rank
-from reproduction.sweep import Sweep, check_here
+from reproduction.sweep import Sweep, check_same
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def train(tree: DictConfig) -> float | None:
     if command.dry_run:
         raise UserError("dry_run=true: needs hydra/sweeper=grid or study")
     plan = plan_here(tree)
-    check_here([plan])
+    check_same(plan)
     return train_plan(tree, plan)
 
 
