@@ -19,6 +19,7 @@ from tokenmixup import mix_horizontal
 from tokenmixup.rules import rules_of
 
 BATCHES = 8
+SHARES = {"tau": "easy samples", "rho": "replaced tokens of the easy samples of this run"}
 TAUS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 RHOS = (0.0, 0.001, 0.003, 0.005, 0.01, 0.02)
 
@@ -55,19 +56,20 @@ def main() -> None:
             tau, rho = float(own.tau), own.rho_for(seen.saliency.shape[1])
             for x in sorted({*TAUS, tau}):
                 share = (seen.difficulty < x).float().mean()
-                shares[seen.layer, "easy samples by tau", x].append(float(share))
+                shares[seen.layer, "tau", x].append(float(share))
             easy = seen.difficulty < tau
-            for x in sorted({*RHOS, rho, 2 * rho, 4 * rho}):
+            for x in sorted({*RHOS, rho}):
                 tokens = seen.saliency[..., None]  # any will do, as will targets
                 mixed_at_rho = mix_horizontal(
                     tokens, targets, seen.saliency, seen.difficulty, tau, x, rules_of(own)
                 )
                 share = mixed_at_rho.mask[easy].float().mean()
-                shares[seen.layer, "tokens of easy samples by rho", x].append(float(share))
+                shares[seen.layer, "rho", x].append(float(share))
     means = pd.Series({key: pd.Series(x).mean() for key, x in shares.items()})
-    for (layer, title), of_layer in means.groupby(level=[0, 1]):
-        texts = of_layer.droplevel([0, 1]).map("{:.1%}".format).rename(f"layer {layer}: {title}")
-        say(f"\n{texts.to_markdown(disable_numparse=True)}")
+    for (layer, key), of_layer in means.groupby(level=[0, 1]):
+        texts = of_layer.droplevel([0, 1]).map("{:.1%}".format).rename(SHARES[key])
+        texts = texts.rename("{:.4g}".format).rename_axis(key)
+        say(f"\nlayer {layer}\n{texts.replace('nan%', '-').to_markdown(disable_numparse=True)}")
 
 
 if __name__ == "__main__":

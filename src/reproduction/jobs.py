@@ -43,9 +43,7 @@ def train_here(plan: RunPlan) -> None:
 
 def objective(plan: RunPlan, name: str) -> float | None:
     """Returns what a sweeper chooses by, of the last epoch of a run; None without such a number."""
-    log = plan.folder.read_summary().get("log")
-    if not log:
-        return None
+    log = plan.folder.read_summary().get("log") or [{}]
     return log[-1].get(name)
 
 

@@ -229,4 +229,4 @@ def test_pictures_and_counts_of_a_model_with_an_adapter_of_its_own():
     for picture in ("mixed_pairs.png", "saliency.png"):
         assert f"![{picture}]" in report, report
     result = script("look", str(mine.path), "model.source=vit:vit")
-    assert_succeeded(result, "tokens of easy samples by rho")
+    assert_succeeded(result, "replaced tokens")

@@ -176,7 +176,7 @@ def test_a_report_says_why_a_picture_is_missing(drawn_texts: dict[str, list[str]
 
 def shares(text: str, title: str) -> dict[str, float]:
     """The rows of a table of look.py in percent, by their first cell."""
-    _, _, rest = text.partition(f": {title} ")
+    _, _, rest = text.partition(f"| {title} ")
     table, _, _ = rest.partition("\n\n")
     return {name: float(cell.rstrip("%")) for name, cell in cells(table)}
 
@@ -189,10 +189,10 @@ def test_look_counts_what_a_training_step_mixes(here: Path):
     (step,) = run.steps
     result = script("look", "run=outputs/mine")
     assert_succeeded(result)
-    easy = [*shares(result.out, "easy samples by tau").values()]
+    easy = [*shares(result.out, "easy samples").values()]
     assert easy == sorted(easy)
     assert easy[-1] == 100
-    by_rho = shares(result.out, "tokens of easy samples by rho")
+    by_rho = shares(result.out, "replaced tokens of the easy samples of this run")
     assert list(by_rho.values()) == sorted(by_rho.values(), reverse=True)
     own = by_rho["0.02"]  # 1.28 / 64 tokens
     assert own == pytest.approx(

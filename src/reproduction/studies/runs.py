@@ -101,22 +101,17 @@ class Run:
 
 
 def row_settings(config: Config) -> dict[str, Any]:
-    """Returns the settings that the runs of all seeds share, by dotted key, the stack first.
-
-    An input mixing of one's own is called as it is typed: augmentation.NAME.
-    """
-    typed = {STACK_KEY: "+".join(config.augmentation.stack) or "none"}
-    for key, value in settings(config).items():
-        typed[key.replace("augmentation.own.", "augmentation.")] = value
-    del typed["seed"]
-    return typed
+    """Returns the settings that the runs of all seeds share, by dotted key, the stack first."""
+    shared = {STACK_KEY: "+".join(config.augmentation.stack) or "none", **settings(config)}
+    del shared["seed"]
+    return shared
 
 
 def read_runs(*places: Path) -> list[Run]:
     """Returns the runs whose folders are among `places` or directly below them."""
     runs = []
     for place in places:
-        for path in sorted([place, *place.iterdir()]):
+        for path in sorted([place, *place.glob("[!.]*")]):
             folder = RunFolder(path)
             if folder.is_run():
                 runs.append(read_run(folder))

@@ -286,7 +286,8 @@ class Part:
         if not self.changes:
             return []
         texts = ", ".join(f"`{override}`" for override in self.changes)
-        return [WARNING, f"With {texts}; seeds {', '.join(map(str, self.seeds))}."]
+        warning = [WARNING] if self.name in PAPERS else []  # only these have printed values
+        return [*warning, f"With {texts}; seeds {', '.join(map(str, self.seeds))}."]
 
 
 def planned(

@@ -182,7 +182,7 @@ def describe(
     if has_htm:
         parts.append(_describe_mixing(sums, images))
     if log and log[-1]["epoch"] == number:
-        name = "val" if "val_top1" in log[-1] else "top-1"
+        name = "validation" if "val_top1" in log[-1] else "top-1"
         parts.append(f"{name} {accuracy(log[-1]):.2f} %")
     if number < total:
         parts.append(f"{timedelta(seconds=round(seconds_left))} left")

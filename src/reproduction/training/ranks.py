@@ -28,7 +28,6 @@ from reproduction.errors import (
     RankFailed,
     Stopped,
     UserError,
-    hide_warnings,
     warn,
 )
 from reproduction.machine import MEETING, is_first_rank, launched_ranks, local_ranks, usable_cores
@@ -259,7 +258,6 @@ def _after_the_others(end: OneLineError) -> OneLineError:
 def _new_rank(rank: int, function: Callable[[Config], Any], config: Config, meeting: Path) -> None:
     """Runs in a new process, whose outcome is a file in the folder `meeting`."""
     Thread(target=_exit_with_launcher, daemon=True).start()
-    hide_warnings()
     size = str(config.devices)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, MEETING: str(meeting / "store")}
