@@ -23,6 +23,7 @@ def test_bench_times_plain_steps_beside_htm_and_vtm(here: Path):
     assert shown["HTM"][0] == f"{steps.ms['HTM']:.4g}"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure the GPU")
 def test_latency_of_each_detector_stands_beside_the_papers(here: Path):
     result = script("bench", "--detectors", "--rounds", "1")

@@ -228,8 +228,6 @@ POISONED = [  # optimizer, precision, compile, what is not finite, in which micr
     ("sgd", "float32", "false", "gradient", 1),
     ("sgd", "bf16", "true", "loss", 1),
     ("adamw", "bf16", "cuda-graph", "gradient", 0),
-    ("adamw", "float16", "false", "gradient", 2),
-    ("sgd", "float16", "cuda-graph", "loss", 2),
 ]
 
 

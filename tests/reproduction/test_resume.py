@@ -361,7 +361,7 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     return line_of([OWN, SHORT, f"augmentation=[{stacked}]", line])
 
 
-@settings(max_examples=settings.default.max_examples // 14, phases=[Phase.generate])
+@settings(max_examples=settings.default.max_examples // 25, phases=[Phase.generate])
 @given(command_lines(), st.sampled_from(["SIGTERM", "fail", "interrupt"]), st.integers(2, 90))
 def test_runs_with_any_settings_resume_exactly(line: list[str], event: str, at: int):
     with TemporaryDirectory() as root:

@@ -93,7 +93,10 @@ def test_a_step_of_sgd_is_the_clipped_gradient(precision: str):
     assert_close(parameters(trainer), expected, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("model", [PLAIN, RESNET], ids=["cct", "resnet"])
+RESNET_16 = pytest.param(RESNET, marks=pytest.mark.slow, id="resnet")  # its float16 on a CPU
+
+
+@pytest.mark.parametrize("model", [pytest.param(PLAIN, id="cct"), RESNET_16])
 def test_the_scaler_skips_an_update_that_is_not_finite(model: tuple[str, ...]):
     """The loss is finite, the scaled gradient is not; no parameter changes."""
     overrides = (model, "augmentation=[]", "recipe.precision=float16", "recipe.ema_decay=0.5")

@@ -139,7 +139,10 @@ def conf(here: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("jobs", [[], ["-m"], ["-m", "jobs=2"]], ids=["run", "sweep", "processes"])
+PROCESSES = pytest.param(["-m", "jobs=2"], marks=pytest.mark.slow, id="processes")
+
+
+@pytest.mark.parametrize("jobs", [[], ["-m"], PROCESSES])
 def test_the_files_of_a_command_reach_its_jobs_and_its_record(conf: Path, jobs: list[str]):
     assert_succeeded(train("--config-path", str(conf), jobs, "name=mine", ONE))
     run = Run("outputs/mine")
@@ -181,7 +184,10 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("kind", JOBS)
+SLOW = {"processes": [pytest.mark.slow]}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(x, marks=SLOW.get(x, [])) for x in JOBS])
 def test_jobs_have_their_environment_and_callbacks(kind: str, monkeypatch: pytest.MonkeyPatch):
     Path("watching.py").write_text(WATCHING)
     monkeypatch.syspath_prepend(str(Path.cwd()))
