@@ -101,6 +101,14 @@ class OfDropout(Block):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
 
 
+class FirstAlone(Block):
+    """Every token attends to the first one alone."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        is_first = torch.arange(TOKENS)[None] < 1
+        return F.scaled_dot_product_attention(q, k, v, is_first)
+
+
 class Model(nn.Module):
     """Patches, three blocks, the mean of the tokens."""
 
@@ -145,6 +153,11 @@ def test_a_block_may_have_dropout_in_front_of_and_in_its_attention():
     gradients = gradients_of(module)
     assert len(gradients) == len(list(module.parameters()))
     assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+def test_a_mask_of_booleans_says_which_keys_count():
+    output = attached(FirstAlone, **HTM)(*BATCH)
+    assert_close(output.layers[0].saliency[:, 0], torch.ones(4))
 
 
 # The check of VTM's keys and values
