@@ -92,6 +92,13 @@ class Twice(nn.Sequential):
         return super().forward(super().forward(x))
 
 
+class EachTwice(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = block(block(x))
+        return x
+
+
 class Rerunning(nn.Sequential):
     """Recomputes its blocks in the backward pass."""
 
@@ -107,6 +114,10 @@ def with_a_softmax_of_its_own(model: Any) -> None:
 
 def with_blocks_that_run_twice(model: Any) -> None:
     model.blocks = Twice(*model.blocks)
+
+
+def with_each_block_twice(model: Any) -> None:
+    model.blocks = EachTwice(*model.blocks)
 
 
 def with_a_checkpoint(model: Any) -> None:
@@ -127,6 +138,7 @@ def with_causal_attention(model: Any) -> None:
     [
         ("block 2 .*fused_attn", with_a_softmax_of_its_own),
         ("runs again|run once", with_blocks_that_run_twice),
+        ("runs again", with_each_block_twice),
         ("checkpoint_blocks=True", with_a_checkpoint),
         ("gets 9 tokens, must be those of evaluation, 17", with_patches_dropped),
         ("block 1 .*attends causally", with_causal_attention),
