@@ -82,7 +82,8 @@ def test_pairs_are_matched_within_a_micro_batch(count: int, replaces: bool):
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_a_step_of_sgd_is_the_clipped_gradient(precision: str):
-    overrides = (SGD, "augmentation=[]", "recipe.clip_grad_norm=0.01")
+    """Of ScoreNet as well."""
+    overrides = (SGD, MIX_ALL, "augmentation.htm.score_loss_weight=1", "recipe.clip_grad_norm=0.01")
     trainer = build_trainer((overrides, f"recipe.precision={precision}"))
     before = parameters(trainer)
     done = step(trainer, images_of(6))
