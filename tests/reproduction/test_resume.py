@@ -120,6 +120,7 @@ def test_signals_end_a_run_after_a_step_and_it_resumes_there(
         done = len(run.steps)
         assert done == 0 or run.checkpoint()["step"] == done == run.steps[-1]["step"]
     assert 0 < done < STEPS
+    assert len(run.summary["starts"]) == len(SIGNALS)
     ends_as(whole, overrides)
 
 
