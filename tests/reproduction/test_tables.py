@@ -240,6 +240,8 @@ def test_runs_with_a_split_are_judged_on_it_and_the_test_set_stands_beside(model
     shown = dict(zip(titles, row_of_ours, strict=True))
     assert shown["validation top-1 [%]"] == "80.17"
     assert shown["test top-1 [%]"] == "79.00"
+    write(model, "whole", {}, top1_last=70.0)  # without a split: all are judged on the test set
+    assert set(table()[0].half) == {"test"}
 
 
 def test_a_table_does_not_merge_runs_whose_data_differ(model: Run):
