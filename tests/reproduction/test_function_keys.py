@@ -165,11 +165,11 @@ def test_no_function_of_ours_but_those_of_the_table_runs_unasked():
 
 
 def test_the_folder_of_the_command_is_searched_last(module: Path):
-    """A file there takes the place of no module that is installed."""
-    module.with_name("json.py").write_text(MODULE)
+    """A file there takes the place of no installed module, nor of one that is not yet imported."""
+    module.with_name("tabnanny.py").write_text(MODULE)
     assert_refused(
-        train(ONE, "dataset=custom", "dataset.source=json:images"),
-        "module 'json' has no attribute 'images'",
+        train(ONE, "dataset=custom", "dataset.source=tabnanny:images"),
+        "module 'tabnanny' has no attribute 'images'",
     )
 
 
