@@ -228,5 +228,7 @@ def test_pictures_and_counts_of_a_model_with_an_adapter_of_its_own():
     report = (mine.path / "report.md").read_text()
     for picture in ("mixed_pairs.png", "saliency.png"):
         assert f"![{picture}]" in report, report
+    other = script("look", str(mine.path), "model.source=vit:other")
+    assert_refused(other, "to run it, add model.source=vit:vit")
     result = script("look", str(mine.path), "model.source=vit:vit")
     assert_succeeded(result, "replaced tokens")

@@ -164,15 +164,6 @@ def test_no_function_of_ours_but_those_of_the_table_runs_unasked():
         assert_refused(evaluate(f"run={run.path}"), f"to run it, add dataset.source={place}")
 
 
-def test_the_folder_of_the_command_is_searched_last(module: Path):
-    """A file there takes the place of no installed module, nor of one that is not yet imported."""
-    module.with_name("tabnanny.py").write_text(MODULE)
-    assert_refused(
-        train(ONE, "dataset=custom", "dataset.source=tabnanny:images"),
-        "module 'tabnanny' has no attribute 'images'",
-    )
-
-
 def changed(module: Path) -> None:
     """Writes a later version of a module, and forgets the one that is loaded."""
     module.write_text(f"{module.read_text()}\n# later\n")

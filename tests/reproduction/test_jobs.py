@@ -116,6 +116,8 @@ def test_a_task_is_one_run_and_a_dry_run_is_none(here: Path):
     other = train(ONE, f"name='{name}'", "recipe.lr=9", "dry_run=1", "resume=auto")
     assert_refused(other, "holds another run")
     assert_refused(train(sweep, "task=3"), "task=3")
+    assert_succeeded(train(sweep, "task=2", "hydra.sweep.subdir=job${hydra.job.num}"))
+    assert "job2" in [run.path.name for run in runs()]
 
 
 NAMES = {

@@ -168,9 +168,9 @@ def with_class_token() -> Any:
     return model
 
 
-def with_a_batch_norm() -> Any:
+def with_a_batch_norm(norm: nn.Module) -> Any:
     model: Any = small_vit()
-    model.blocks[1].norm1 = nn.BatchNorm1d(17)
+    model.blocks[1].norm1 = norm
     return model
 
 
@@ -201,7 +201,8 @@ def with_a_batch_norm() -> Any:
         ),
         ("htm.layer=8", lambda: build_kind("swin")[0], {"htm": {"layer": 8}}),
         ("class token", with_class_token, BOTH),
-        ("block 1 .*BatchNorm1d", with_a_batch_norm, BOTH),
+        ("block 1 .*BatchNorm1d", lambda: with_a_batch_norm(nn.BatchNorm1d(17)), BOTH),
+        ("block 1 .*BatchNorm2d", lambda: with_a_batch_norm(nn.BatchNorm2d(17)), BOTH),
     ],
 )
 def test_attach_refuses_what_it_can_see_at_once(line: str, build: Any, settings: Any):
