@@ -4,13 +4,17 @@ import contextlib
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 import yaml
 from PIL import Image
 
 from reproduction.identity import run_hash
+from reproduction.reporting.pictures import chosen_pairs
 from tests.programs import (
     ROOT,
     SMALL,
@@ -159,6 +163,11 @@ def test_a_run_draws_its_pictures_and_describes_them(drawn_texts: dict[str, list
     for name in DRAWN:
         assert f"]({name})" in page
         assert (run.path / name).exists()
+
+
+def test_a_typical_pair_is_the_median_of_those_that_are_mixed():
+    mix: Any = SimpleNamespace(mask=torch.ones(5, 4).tril(-1))  # 0 to 4 tokens
+    assert chosen_pairs(mix) == {"median of mixed": 2, "most mixed": 4}
 
 
 def test_a_report_says_why_a_picture_is_missing(drawn_texts: dict[str, list[str]]):

@@ -27,6 +27,7 @@ from tokenmixup import (
     attach,
     difficulty,
     gain_matrix,
+    gradient_saliency,
     mix_horizontal,
     optimal_assignment,
     rollout_saliency,
@@ -310,6 +311,11 @@ def test_the_gradient_detector_is_the_gradient_of_each_samples_own_loss():
         pairs = module.mixed_pairs(images, targets)
     assert pairs is not None
     assert torch.equal(pairs.mask, output.mask)
+
+
+def test_tokens_that_leave_a_row_of_patches_open_are_no_grid():
+    with pytest.raises(ValueError, match="12 tokens form no grid"):
+        gradient_saliency(torch.ones(1, 16, 16), 12)
 
 
 def gradient_in_cells(model: nn.Module, image: Tensor, target: Tensor) -> Tensor:
