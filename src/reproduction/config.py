@@ -48,14 +48,14 @@ MEASURED = (
     "settings",
     "checkpoint",
 )
-Kind = TypeVar("Kind")
+Schema = TypeVar("Schema")
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
-def schema(kind: type[Kind]) -> type[Kind]:
+def schema(cls: type[Schema]) -> type[Schema]:
     """Makes a class of settings: each one is checked, and there are no others."""
     checked: Any = dataclass(config=ConfigDict(extra="forbid"), frozen=True, kw_only=True)
-    return checked(kind)
+    return checked(cls)
 
 
 def folder_name(value: str) -> str:
@@ -451,10 +451,10 @@ class Command:
     objective: Literal["val_top1", "val_top5", "val_loss"]
 
 
-def validated(kind: type[Kind], raw: Any) -> Kind:
+def validated(cls: type[Schema], raw: Any) -> Schema:
     """Returns plain values as a class of settings types them; UserError names each bad key."""
     try:
-        return TypeAdapter(kind).validate_python(raw)
+        return TypeAdapter(cls).validate_python(raw)
     except ValidationError as error:
         raise UserError("; ".join(_message(mistake, raw) for mistake in error.errors())) from None
 

@@ -87,9 +87,9 @@ class FunctionKey:
             raise ValueError(f"must be one of {names}")
         return chosen
 
-    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> Any:
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
         """Has the schema check what stands at a key that is annotated with this."""
-        return no_info_after_validator_function(self.checked, handler(kind))
+        return no_info_after_validator_function(self.checked, handler(source))
 
     def factory(self, chosen: str) -> Callable[..., Any]:
         """Returns the factory of a name or a path."""

@@ -260,20 +260,20 @@ def digits() -> list[Items]:
     return [[(images[i], bunch.target[i]) for i in part] for part in parts]
 
 
-def _cifar(kind: type[CIFAR10], root: str) -> list[CIFAR10]:
+def _cifar(cifar: type[CIFAR10], root: str) -> list[CIFAR10]:
     """Reads CIFAR, or downloads it in one process while others wait."""
     with warnings.catch_warnings(action="ignore"):  # numpy's, about pickles of old versions
         with suppress(OSError, RuntimeError):  # missing or damaged
-            return [kind(root, train=is_train) for is_train in (True, False)]
+            return [cifar(root, train=is_train) for is_train in (True, False)]
         try:
             os.makedirs(root, exist_ok=True)
-            with FileLock(Path(root, f".{kind.filename}.lock")):
-                return [kind(root, train=is_train, download=True) for is_train in (True, False)]
+            with FileLock(Path(root, f".{cifar.filename}.lock")):
+                return [cifar(root, train=is_train, download=True) for is_train in (True, False)]
         except Exception as error:  # of any library
             lack = lack_behind(error)
             if lack is not None:
                 raise lack from error
-            raise Refused(f"no download of {kind.url} ({first_line(error)})") from error
+            raise Refused(f"no download of {cifar.url} ({first_line(error)})") from error
 
 
 cifar10 = partial(_cifar, CIFAR10)

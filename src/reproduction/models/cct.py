@@ -140,9 +140,9 @@ class CCT(nn.Module):
         return self.head(sequence_pool(x, self.attention_pool))
 
 
-def _positions(kind: str, n: int, d: int) -> nn.Parameter:
+def _positions(name: str, n: int, d: int) -> nn.Parameter:
     """Returns positions `1 n d`: learnable, or fixed sines and cosines (Vaswani et al., 2017)."""
-    if kind == "learnable":
+    if name == "learnable":
         return nn.Parameter(nn.init.trunc_normal_(torch.empty(1, n, d), std=0.2))
     frequency = 10000 ** -(torch.arange(0, d, 2) / d)
     angle = torch.arange(n)[:, None] * frequency  # n d/2

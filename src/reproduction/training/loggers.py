@@ -107,11 +107,11 @@ class Loggers:
 
     def __init__(self, chosen: Mapping[Any, Any], config: Config, folder: RunFolder, step: int):
         self.active = dict[str, WandbLog | TensorBoardLog]()
-        for name, kind in LOGGERS.items():
+        for name, logger in LOGGERS.items():
             if chosen.get(name) is None:
                 continue
             try:
-                self.active[name] = kind(chosen[name], config, folder, step)
+                self.active[name] = logger(chosen[name], config, folder, step)
             except Exception as error:
                 reason = " ".join(str(error).split()) or first_line(error)
                 raise of_library(error, f"logger.{name}", reason) from error

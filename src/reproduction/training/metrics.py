@@ -39,7 +39,7 @@ class BatchMetrics:
     def __init__(self, world: World):
         self.world = world
         self.batches: list[Measured] = []
-        self.stats: dict[str, Stat] = {}  # of the last micro-batch, for names and kinds
+        self.stats: dict[str, Stat] = {}  # of the last micro-batch: names, divisors
         self.restart_clock()
 
     def restart_clock(self) -> None:
