@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from reproduction.compose import command_of, plan_run
 from reproduction.config import StudyOptions, validated
-from reproduction.errors import OneLineError, PlainError, UserError, first_line, say
+from reproduction.errors import Interrupted, OneLineError, PlainError, UserError, first_line, say
 from reproduction.jobs import in_processes, objective
 from reproduction.sweep import Sweep
 
@@ -53,7 +53,8 @@ class GridSweeper(BasicSweeper):
                 [plan.overrides for plan in sweep.plans], initial_job_idx=command.task or 0
             )
         except KeyboardInterrupt as interrupt:
-            sweep.conclude([sweep.interrupted_by(interrupt)])
+            line = f"interrupted; {sweep.plans[0].config.how_to_continue}"
+            sweep.conclude([Interrupted(str(interrupt) or line)])
             return
         sweep.in_folders(map(folder_of, ends)).conclude([*filter(None, map(error_of, ends))])
 

@@ -25,8 +25,7 @@ log = logging.getLogger("reproduction")
 
 def in_one_line(text: str, longest: int = LONGEST_LINE) -> str:
     """Joins `text` into one line of bounded length."""
-    line = " ".join(text.split())
-    return line if len(line) <= longest else f"{line[: longest - 3]}..."
+    return " ".join(text.split())[:longest]
 
 
 def first_line(error: BaseException) -> str:

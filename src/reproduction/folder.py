@@ -29,7 +29,7 @@ from reproduction.config import Config, validated
 from reproduction.errors import UserError, of_system
 from reproduction.files import flush, naming, write_text
 from reproduction.identity import changes, run_hash
-from reproduction.machine import is_first_rank, is_restarted, launched_ranks
+from reproduction.machine import is_first_rank, launched_ranks
 
 
 class RunFolder:
@@ -220,7 +220,8 @@ def hold(folder: RunFolder) -> Iterator[None]:
     lock = FileLock(path, poll_interval=0.02, fallback_to_soft=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(PATIENCE_AT_RESTART if launched_ranks() or is_restarted() else PATIENCE)
+        is_restart = launched_ranks() or "SLURM_RESTART_COUNT" in os.environ
+        lock.acquire(PATIENCE_AT_RESTART if is_restart else PATIENCE)
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
     except Timeout:
         holder = path.read_text() or "another process"

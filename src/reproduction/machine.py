@@ -29,11 +29,6 @@ def is_first_rank() -> bool:
     return launched_ranks() is None or os.environ.get("RANK", "0") == "0"
 
 
-def is_restarted() -> bool:
-    """Whether SLURM has started this job before, which may not have ended everywhere."""
-    return "SLURM_RESTART_COUNT" in os.environ
-
-
 def usable_cores() -> int:
     """Returns the cores of this process: by machine, affinity, container and CORES."""
     from joblib import cpu_count  # takes a moment to import
@@ -55,8 +50,12 @@ def git_revision() -> str | None:
     """The commit of this code, with `-dirty` if files have changed; None outside a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     here = Path(__file__).parent
+    # git exports GIT_DIR and others to its hooks: those would name another repository
+    outside = {name: x for name, x in os.environ.items() if not name.startswith("GIT_")}
     try:
-        answer = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
+        answer = subprocess.run(
+            command, cwd=here, env=outside, capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return answer.stdout.strip()

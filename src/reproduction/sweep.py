@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from reproduction.compose import RunPlan, expand, override_of, plan_run
 from reproduction.config import Config, StudyOptions
 from reproduction.errors import (
-    Interrupted,
     OneLineError,
     UserError,
     counts_text,
@@ -86,11 +85,6 @@ class Sweep:
             raise UserError(f"name={path}: {number} runs share it; name='x-${{KEY}}' names each")
         for plan in self.plans:
             plan.folder.check(plan.config)
-
-    def interrupted_by(self, interrupt: KeyboardInterrupt) -> Interrupted:
-        """Returns the error of a sweep that a signal has ended."""
-        line = f"interrupted; {self.plans[0].config.how_to_continue}"
-        return Interrupted(str(interrupt) or line)
 
     def conclude(self, errors: Sequence[OneLineError]) -> None:
         """Prints errors, writes the tables, and ends the program unless all runs are finished."""

@@ -178,7 +178,7 @@ def describe(
 ) -> str:
     """Returns the line of epoch `number`, which has trained on `images`."""
     loss = sums.loss / max(sums.batches, 1)
-    parts = [f"epoch {number}/{total}", f"loss {loss:.3f}"]
+    parts = [f"epoch {number:{len(str(total))}}/{total}", f"loss {loss:.3f}"]
     if has_htm:
         parts.append(_describe_mixing(sums, images))
     if log and log[-1]["epoch"] == number:
