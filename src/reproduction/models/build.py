@@ -185,7 +185,7 @@ def try_pass(config: Config, num_classes: int) -> TokenMixup:
         targets = torch.full((2, num_classes), 1 / num_classes)
         try:
             module(images, targets)
-        except (ValueError, RuntimeError) as error:  # of the settings, or of shapes
+        except (AssertionError, ValueError, RuntimeError) as error:  # of settings, of shapes
             raise UserError(f"model={model.name}: {error}") from error
     load_initial_weights(model, module.model)
     return module

@@ -51,8 +51,8 @@ PAPERS = (
 )
 OWN_KEYS = ("seed", "devices", "name", "output_root", "resume")  # of a run, not of a study
 WARNING = """\
-WARNING: these are the rows of the study with other settings, so their values must not be compared \
-with printed ones."""
+WARNING: these runs have other settings than the study, so their values say nothing of its rows, \
+and must not be compared with printed ones."""
 FULL = "full"
 SMOKE = "smoke"
 # Four batches of eight images, tested on forty.
@@ -286,8 +286,7 @@ class Part:
         if not self.changes:
             return []
         texts = ", ".join(f"`{override}`" for override in self.changes)
-        warning = [WARNING] if self.name in PAPERS else []  # only these have printed values
-        return [*warning, f"With {texts}; seeds {', '.join(map(str, self.seeds))}."]
+        return [WARNING, f"With {texts}; seeds {', '.join(map(str, self.seeds))}."]
 
 
 def planned(
