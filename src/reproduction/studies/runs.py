@@ -111,7 +111,7 @@ def read_runs(*places: Path) -> list[Run]:
     """Returns the runs whose folders are among `places` or directly below them."""
     runs = []
     for place in places:
-        for path in sorted([place, *place.glob("[!.]*")]):
+        for path in sorted([place, *(x for x in place.iterdir() if x.name != ".hydra")]):
             folder = RunFolder(path)
             if folder.is_run():
                 runs.append(read_run(folder))
