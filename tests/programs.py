@@ -74,9 +74,7 @@ SMALL = overrides_of("""
     model.embed_dim=16 dataset.limit=60 dataset.eval_limit=60 recipe.batch_size=20
     recipe.epochs=2 recipe.log_every=2 checkpoint.every_epochs=1 device=cpu
 """)
-SHORT = tuple(
-    override for override in SMALL if "limit" not in override
-)  # for other images than digits
+SHORT = tuple(x for x in SMALL if "limit" not in x)  # for other images than digits
 SMALL_VIT = ("model.architecture=test_vit", "model.depth=6")  # timm's own test model, width 64
 TORCHRUN = overrides_of("-m torch.distributed.run --nproc-per-node=2")
 PATIENCE = 300.0  # seconds for what takes seconds, on a shared machine
@@ -270,7 +268,7 @@ def children(process: int) -> list[int]:
     """The processes that a process has started, as far as they live."""
     tasks = Path(f"/proc/{process}/task").glob("*/children")
     text = "".join(path.read_text() for path in tasks)
-    return [int(override) for override in text.split()]
+    return [int(pid) for pid in text.split()]
 
 
 def command_of(process: int) -> str:

@@ -160,7 +160,8 @@ def _composed(primary: str, overrides: tuple[str, ...]) -> DictConfig:
 def tree_of(overrides: Sequence[str]) -> DictConfig:
     """Returns the tree of these overrides, a copy: Hydra composes runs of several seeds once."""
     read = [x for x in map(override_of, overrides) if x.key not in OF_THE_COMMAND]
-    shared = [x.text for x in read if not x.text.startswith("seed=")]
+    seeds = [x for x in read if x.text.startswith("seed=") and not isinstance(x.value, Sweep)]
+    shared = [x.text for x in read if x not in seeds]
     primary = PRIMARY
     with hydra_errors(*overrides):
         if GlobalHydra.instance().is_initialized():  # by train.py
@@ -168,9 +169,8 @@ def tree_of(overrides: Sequence[str]) -> DictConfig:
             primary = running.job.config_name
             shared = [*overrides_of(running, "hydra"), *shared]
         tree = deepcopy(_composed(primary, tuple(shared)))
-        for override in read:
-            if override.text not in shared:
-                tree.seed = override.value
+        for seed in seeds:
+            tree.seed = seed.value
         node = tree.hydra
         node.overrides.task = [x.text for x in read]
         named = node.job.config.override_dirname

@@ -365,7 +365,7 @@ class Recipe:
             reason = f"+recipe.metrics.{name}=package.module:factory is missing"
             raise ValueError(f"recipe.metrics_options.{name}: {reason}")
         warmup, cooldown = self.warmup_epochs, self.cooldown_epochs
-        epochs = f"recipe.epochs={self.epochs} with recipe.warmup_epochs={warmup} leaves none"
+        epochs = f"no epoch of recipe.epochs={self.epochs} is left after {warmup} of warm-up"
         rate = f"must be at most recipe.lr={self.lr}"
         for name, is_wrong, rule in (
             ("warmup_epochs", warmup > self.epochs, f"must be at most recipe.epochs={self.epochs}"),

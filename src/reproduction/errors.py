@@ -199,6 +199,7 @@ def progress(items: Iterable[Item], task: str, total: int, done: int = 0) -> Ite
         leave=False,
         file=sys.stdout,
         mininterval=interval,
+        maxinterval=PULSE,
         delay=interval,
         disable=not is_first_rank(),
     )

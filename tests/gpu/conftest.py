@@ -13,7 +13,7 @@ from reproduction.files import write_text
 from reproduction.machine import git_revision, hardware_name
 from reproduction.training.ranks import resolve_device
 
-OVERRIDES = {"passed": "ok", "failed": "WRONG", "skipped": "not run"}
+RESULTS = {"passed": "ok", "failed": "WRONG", "skipped": "not run"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -62,7 +62,7 @@ class Report:
             found.append(report.longrepr[2])
         cell = " ".join("; ".join(found).split()).replace("|", "\\|")
         name = report.nodeid.rpartition("::")[2].removeprefix("test_").replace("|", "\\|")
-        self.lines.append(f"| {name} | {cell} | {OVERRIDES[report.outcome]} |")
+        self.lines.append(f"| {name} | {cell} | {RESULTS[report.outcome]} |")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_text(self.path, "\n".join(self.lines) + "\n")
 
