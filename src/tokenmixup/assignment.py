@@ -6,7 +6,6 @@ Letters: b batch, r receivers, t spatial tokens; rows are receivers, columns don
 from importlib.util import find_spec
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 HAS_TRITON = find_spec("triton") is not None  # comes with torch for CUDA on Linux
@@ -51,6 +50,8 @@ def optimal_assignment(gain: Tensor) -> Tensor:
     `gain`: `r b` with r <= b; the solver runs on the host. Returns `r` int64 donor indices.
     Raises FloatingPointError if a gain is not finite.
     """
+    from scipy.optimize import linear_sum_assignment  # takes a moment to import
+
     gain = gain.detach().double().cpu()
     check_finite(gain)
     return torch.from_numpy(linear_sum_assignment(gain.numpy(), maximize=True)[1])
