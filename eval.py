@@ -30,8 +30,9 @@ from reproduction.compose import (
     check_asked,
     compose,
     expand,
+    hydra_errors,
+    key_of,
     last_part,
-    override_of,
     with_overrides,
 )
 from reproduction.config import Config, validated
@@ -39,7 +40,6 @@ from reproduction.errors import UserError, one_line_errors, say
 from reproduction.files import write_text
 from reproduction.folder import RunFolder
 from reproduction.function_keys import Role
-from reproduction.help import hydra_errors
 from reproduction.identity import digest, settings_of_evaluation
 from reproduction.machine import is_first_rank
 
@@ -122,19 +122,18 @@ def changed(saved: Config, overrides: Sequence[str]) -> Config:
 
     Another data set keeps the mean and std of the run.
     """
-    read = [*map(override_of, overrides)]
-    for override in read:
-        if not override.key.startswith(OF_A_RUN):
+    for override in overrides:
+        if not key_of(override).startswith(OF_A_RUN):
             allowed = ", ".join((*OPTIONS, *OF_A_RUN))
-            raise UserError(f"{override.text}: not allowed here, allowed are {allowed}")
+            raise UserError(f"{override}: not allowed here, allowed are {allowed}")
     raw = {**asdict(saved), "devices": 1, "compile": False}
     raw["recipe"]["metrics"] = {}  # only those that the overrides name run
-    named = [last_part(x.key) for x in read if x.key.startswith(METRICS)]
+    named = [last_part(key) for key in map(key_of, overrides) if key.startswith(METRICS)]
     options = saved.recipe.metrics_options
     raw["recipe"]["metrics_options"] = {name: options[name] for name in options if name in named}
-    changes = [override.text for override in read if override.key != "dataset"]
+    changes = [override for override in overrides if key_of(override) != "dataset"]
     if len(changes) < len(overrides):
-        of_dataset = [override.text for override in read if override.key.startswith("dataset")]
+        of_dataset = [override for override in overrides if key_of(override).startswith("dataset")]
         raw["dataset"] = asdict(given(of_dataset).dataset)
         raw["dataset"] |= {"mean": saved.dataset.mean, "std": saved.dataset.std}
     with hydra_errors(*overrides):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from reproduction.application import application
-from reproduction.compose import in_quotes, override_of, with_overrides
+from reproduction.compose import in_quotes, key_of, with_overrides
 from reproduction.config import Command, StudyOptions, validated
 from reproduction.errors import Parser, UserError, one_line_errors
 from reproduction.studies.study import FULL
@@ -33,7 +33,7 @@ def train_study(options: Sequence[str], overrides: Sequence[str]) -> None:
 def write_tables(study: str, options: Sequence[str], overrides: Sequence[str]) -> None:
     """Writes the tables of the runs that are there; UserError for an override about training."""
     for override in overrides:
-        key = override_of(override).key
+        key = key_of(override)
         if key in OF_TRAINING or key.startswith("hydra"):
             raise UserError(f"{override}: nothing reads it with --no-train")
     asked = with_overrides({"study": study, "seeds": None, "scale": FULL}, options)

@@ -31,6 +31,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 import yaml
+from hydra._internal.hydra import Hydra
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -72,7 +73,7 @@ def line_of(overrides: Overrides) -> list[str]:
 # A run of seconds: a shallow, narrow CCT on a few digits, otherwise the defaults.
 SMALL = overrides_of("""
     model.embed_dim=16 dataset.limit=60 dataset.eval_limit=60 recipe.batch_size=20
-    recipe.epochs=2 recipe.log_every=2 checkpoint.every_epochs=1 device=cpu
+    recipe.epochs=2 recipe.log_every=2 checkpoint.every_epochs=1 device=cpu dataset.workers=0
 """)
 SHORT = tuple(x for x in SMALL if "limit" not in x)  # for other images than digits
 SMALL_VIT = ("model.architecture=test_vit", "model.depth=6")  # timm's own test model, width 64
@@ -121,6 +122,7 @@ def run(
 
     Unless it `draws`, pictures are empty files: to draw them takes longer than a small run.
     Unless it `spawns`, its ranks are copies of this process, which has imported all they need.
+    Hydra composes each command twice, first to see if the configuration asks for a sweep: here once.
     """
     if apart or os.environ.get("PROGRAMS") == "process":
         with started(overrides, program=program) as process:
@@ -134,6 +136,8 @@ def run(
         stack.enter_context(mock.patch.object(sys, "argv", [path, *line_of(overrides)]))
         handlers = list(logging.root.handlers)  # Hydra adds its own
         stack.enter_context(mock.patch.object(logging.root, "handlers", handlers))
+        if not any("hydra.mode" in override for override in line_of(overrides)):
+            stack.enter_context(mock.patch.object(Hydra, "get_mode", lambda *_, **given: None))
         if not draws:
             stack.enter_context(_undrawn())
         if not spawns:

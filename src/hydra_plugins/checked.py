@@ -5,6 +5,7 @@ and sweeper, which they extend, have no public name, nor has what a job that fai
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
-from reproduction.compose import command_of, plan_run
+from reproduction.compose import command_of, expand, plan_run
 from reproduction.config import StudyOptions, validated
 from reproduction.errors import Interrupted, OneLineError, PlainError, UserError, first_line, say
 from reproduction.jobs import in_processes, objective
-from reproduction.sweep import Sweep
+from reproduction.sweep import Sweep, check_here
 
 
 class GridSweeper(BasicSweeper):
@@ -26,9 +27,6 @@ class GridSweeper(BasicSweeper):
 
     All runs are checked before the first one starts, or listed.
     """
-
-    def __init__(self, params: dict[str, str] | None = None):
-        super().__init__(max_batch_size=None, params=params)
 
     def sweep(self, arguments: list[str]) -> Any:
         assert self.config is not None
@@ -45,7 +43,9 @@ class GridSweeper(BasicSweeper):
             say(sweep.listing())
             return
         sweep = sweep.only(command.task)
-        sweep.check(is_here)
+        sweep.check_folders()
+        if is_here:
+            check_here(sweep.plans)
         directory.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, directory / "multirun.yaml")
         try:
@@ -56,17 +56,26 @@ class GridSweeper(BasicSweeper):
             line = f"interrupted; {sweep.plans[0].config.how_to_continue}"
             sweep.conclude([Interrupted(str(interrupt) or line)])
             return
-        sweep.in_folders(map(folder_of, ends)).conclude([*filter(None, map(error_of, ends))])
+        plans, errors = [*sweep.plans], list[OneLineError]()
+        for number, end in enumerate(ends):
+            if end.hydra_cfg is not None:  # the directory of a job may not be the one that was due
+                plans[number] = plans[number].at(Path(end.hydra_cfg.hydra.runtime.output_dir))
+            if end.status == JobStatus.FAILED:
+                error = end._return_value  # Hydra's property would raise it
+                is_ours = isinstance(error, OneLineError)
+                errors.append(error if is_ours else PlainError(first_line(error)))
+        replace(sweep, plans=plans).conclude(errors)
 
     def sweep_of(self, arguments: list[str]) -> Sweep:
-        return Sweep.over_keys([*self._parse_config(), *arguments])
+        runs = enumerate(expand([*self._parse_config(), *arguments]))
+        return Sweep([plan_run(overrides).placed(number) for number, overrides in runs])
 
 
 class StudySweeper(GridSweeper):
     """The runs of a study, seed by seed, with `arguments` as overrides of all of them."""
 
     def __init__(self, **options: Any):
-        super().__init__()
+        super().__init__(max_batch_size=None)
         self.options = options
 
     def sweep_of(self, arguments: list[str]) -> Sweep:
@@ -95,16 +104,3 @@ class ProcessLauncher(BasicLauncher):
                 end.return_value = objective(plan, command.objective)
             ends.append(end)
         return ends
-
-
-def folder_of(end: JobReturn) -> str | None:
-    """Returns the directory in which a job has run; None of one in a process of ours."""
-    return None if end.hydra_cfg is None else end.hydra_cfg.hydra.runtime.output_dir
-
-
-def error_of(end: JobReturn) -> OneLineError | None:
-    """Returns the error of a job; None of one that has not failed."""
-    if end.status != JobStatus.FAILED:
-        return None
-    error = end._return_value  # Hydra's property would raise it
-    return error if isinstance(error, OneLineError) else PlainError(first_line(error))

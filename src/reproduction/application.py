@@ -1,6 +1,7 @@
 """train.py as an application of Hydra: the check before a run, and the task that trains it."""
 
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -13,13 +14,20 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, read_write
 
-from reproduction.compose import RunPlan, command_of, config_of, plan_of, task_overrides
+from reproduction.compose import (
+    RunPlan,
+    command_of,
+    config_of,
+    hydra_arguments,
+    hydra_errors,
+    plan_of,
+    task_overrides,
+)
 from reproduction.config import Command
 from reproduction.errors import Stopped, UserError, one_line_errors, say
-from reproduction.help import hydra_errors
-from reproduction.jobs import objective, train_here
+from reproduction.jobs import objective
 from reproduction.machine import is_first_rank
-from reproduction.sweep import Sweep, check_same
+from reproduction.sweep import Sweep, check_here, check_same
 
 
 @contextmanager
@@ -40,7 +48,8 @@ class Check(Callback):
             if command.dry_run:
                 say(sweep.listing())
                 sys.exit()
-            sweep.check(is_here=True)
+            sweep.check_folders()
+            check_here(sweep.plans)
             if not is_first_rank():
                 with read_write(config):
                     config.hydra.output_subdir = None  # the first rank writes it
@@ -76,9 +85,24 @@ def plan_here(tree: DictConfig) -> RunPlan:
 
 
 def train_plan(tree: DictConfig, plan: RunPlan) -> float | None:
-    """Trains a run, and passes on to a launcher the signal that has ended it."""
+    """Trains a run, unless it is finished, and writes its report; what a sweeper chooses by.
+
+    Raises OneLineError, which says what has become of it. A signal that has ended it is passed on
+    to the launcher.
+    """
+    from reproduction.reporting.report import write_report  # imports torch
+    from reproduction.training.run import run_training
+    from reproduction.training.stop import ending
+
+    say(str(plan.path))
+    command = shlex.join(["python", "train.py", *hydra_arguments(plan.path), *plan.overrides])
+    failure = None
     try:
-        train_here(plan)
+        origin = {"overrides": plan.overrides, "command": command}
+        summary = run_training(plan.config, plan.folder, origin)
+        write_report(plan.folder, plan.config, summary)
+    except Exception as error:
+        failure = ending(error)
     except KeyboardInterrupt as interrupt:
         stop = interrupt.__cause__
         if isinstance(stop, Stopped):
@@ -86,4 +110,6 @@ def train_plan(tree: DictConfig, plan: RunPlan) -> float | None:
             if callable(handler) and handler is not signal.default_int_handler:
                 signal.raise_signal(stop.signum)  # the launcher's may queue the job again
         raise
+    if failure is not None:  # raised out here it has no context, which would keep the model
+        raise failure
     return objective(plan, command_of(tree).objective)

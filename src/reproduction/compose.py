@@ -1,13 +1,18 @@
-"""Overrides become the configuration of a run: composed by Hydra, checked by the schema."""
+"""Overrides become the configuration of a run: composed by Hydra, checked by the schema.
+
+What Hydra refuses is one line that names an override or a file: `hydra_errors`.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from itertools import product
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import hydra
@@ -15,16 +20,18 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString, Sweep
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError
 
 from reproduction.config import CONF_DIR, LONGEST_NAME, Command, Config, validated
 from reproduction.errors import UserError
 from reproduction.files import cut
 from reproduction.folder import RunFolder
 from reproduction.function_keys import Role
-from reproduction.help import hydra_errors
 from reproduction.identity import changes_result, own_code, run_hash
 from reproduction.machine import launched_ranks
 
@@ -34,37 +41,55 @@ IN_THE_NAME = ("seed", "model", "dataset", "augmentation", "experiment")
 OF_THE_COMMAND = Command.__annotations__.keys() - {"row"}  # which no run has
 NOT_OF_A_RUN = {"hydra", *Command.__annotations__}
 FLAGS = {"main": "--config-path", "command-line": "--config-dir"}  # of Hydra, by its providers
+HYDRA_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
 # keys of Hydra that say how a sweep is run, and nothing of one run
 OF_SWEEPS = re.compile(r"hydra/launcher|hydra/sweeper|hydra\.(launcher|sweeper|sweep|mode)\b")
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def hydra_errors(*overrides: str) -> Iterator[None]:
+    """Turns what Hydra and OmegaConf say into one line, which names an override or all of them."""
+    try:
+        yield
+    except Exception as error:
+        *_, (frame, _) = walk_tb(error.__traceback__)
+        is_of_hydra = frame.f_globals.get("__name__", "").startswith("hydra.")
+        is_ours = isinstance(error, UserError | BrokenPipeError)
+        if is_ours or not (isinstance(error, HYDRA_ERRORS) or is_of_hydra):
+            raise
+        text = f"{error}{_near_key(error.__cause__ or error)}"
+        if overrides and not any(
+            override.lstrip("+~").partition("=")[0] in text for override in overrides
+        ):
+            text = f"{' '.join(overrides)}: {text}"
+        raise UserError(text) from error
+
+
+def _near_key(cause: BaseException) -> str:
+    """Says which key may be meant by one that is not in the configuration."""
+    if not isinstance(cause, ConfigAttributeError | ConfigKeyError) or cause.parent_node is None:
+        return ""
+    group, dot, _ = str(cause.full_key).rpartition(".")
+    names = [f"{group}{dot}{name}" for name in cause.parent_node]
+    near = get_close_matches(str(cause.full_key), names, n=1)
+    return f", perhaps {near[0]}" if near else ""
+
 
 # --- overrides ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Override:
-    """An override as typed, and what Hydra reads in it."""
-
-    text: str
-    key: str  # or group, without + or ~ before it
-    value: Any
-
-    @property
-    def typed(self) -> str:
-        """Its value as it was typed."""
-        return self.text.partition("=")[2]
-
-    @property
-    def value_text(self) -> str:
-        """Its value as a text: without quotes, but a number as it was typed."""
-        return self.value if isinstance(self.value, str) else self.typed
-
-
 @lru_cache(maxsize=4096)
-def override_of(typed: str) -> Override:
+def read_override(override: str) -> Override:
     """Reads an override by Hydra's grammar; UserError if it cannot be read."""
-    with hydra_errors(typed):
-        read = OverridesParser.create().parse_override(typed)
-        return Override(typed, read.key_or_group, read.value())
+    with hydra_errors(override):
+        return OverridesParser.create().parse_override(override)
+
+
+def key_of(override: str) -> str:
+    """Returns the key or group of an override, without + or ~ before it."""
+    return read_override(override).key_or_group
 
 
 def in_quotes(text: str) -> str:
@@ -75,20 +100,11 @@ def with_overrides(tree: Any, overrides: Sequence[str]) -> Any:
     """Returns plain nested values with those of overrides in their place; UserError for a sweep."""
     result = OmegaConf.create(tree)
     for override in overrides:
-        read = override_of(override)
-        if isinstance(read.value, Sweep) or not read.typed:
+        read = read_override(override)
+        if read.is_sweep_override() or read.is_delete():
             raise UserError(f"{override}: must be key=value, with a single value")
-        OmegaConf.update(result, read.key, read.value, force_add=True)
+        OmegaConf.update(result, read.key_or_group, read.value(), force_add=True)
     return OmegaConf.to_container(result, resolve=True, throw_on_missing=True)
-
-
-def shared_overrides(plans: Sequence["RunPlan"]) -> list[str]:
-    """Returns the overrides that all runs have."""
-    return [
-        override
-        for override in plans[0].overrides
-        if all(override in plan.overrides for plan in plans)
-    ]
 
 
 def last_part(key: str) -> str:
@@ -143,11 +159,7 @@ def overrides_of(node: Any, part: str = "task") -> list[str]:
 
 def task_overrides(node: Any) -> list[str]:
     """Returns the overrides of a run, without those that say how a command runs it."""
-    return [
-        override
-        for override in overrides_of(node)
-        if override_of(override).key not in OF_THE_COMMAND
-    ]
+    return [x for x in overrides_of(node) if key_of(x) not in OF_THE_COMMAND]
 
 
 @lru_cache(maxsize=1024)
@@ -159,9 +171,9 @@ def _composed(primary: str, overrides: tuple[str, ...]) -> DictConfig:
 
 def tree_of(overrides: Sequence[str]) -> DictConfig:
     """Returns the tree of these overrides, a copy: Hydra composes runs of several seeds once."""
-    read = [x for x in map(override_of, overrides) if x.key not in OF_THE_COMMAND]
-    seeds = [x for x in read if x.text.startswith("seed=") and not isinstance(x.value, Sweep)]
-    shared = [x.text for x in read if x not in seeds]
+    task = [x for x in overrides if key_of(x) not in OF_THE_COMMAND]
+    seeds = [x for x in task if x.startswith("seed=")]
+    shared = [x for x in task if x not in seeds]
     primary = PRIMARY
     with hydra_errors(*overrides):
         if GlobalHydra.instance().is_initialized():  # by train.py
@@ -170,11 +182,11 @@ def tree_of(overrides: Sequence[str]) -> DictConfig:
             shared = [*overrides_of(running, "hydra"), *shared]
         tree = deepcopy(_composed(primary, tuple(shared)))
         for seed in seeds:
-            tree.seed = seed.value
+            tree.seed = read_override(seed).value()
         node = tree.hydra
-        node.overrides.task = [x.text for x in read]
+        node.overrides.task = task
         named = node.job.config.override_dirname
-        lines = sorted(x.text for x in read if x.key not in named.exclude_keys)
+        lines = sorted(x for x in task if key_of(x) not in named.exclude_keys)
         node.job.override_dirname = named.item_sep.join(lines).replace("=", named.kv_sep)
     return tree
 
@@ -193,13 +205,6 @@ def as_job(tree: DictConfig) -> Iterator[Any]:
         hydra_config.cfg = running
 
 
-def plain(node: Any) -> Any:
-    """Returns the values of a node without interpolations; one that is missing is refused."""
-    if not OmegaConf.is_config(node):
-        return node
-    return OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
-
-
 def compose(overrides: Sequence[str]) -> Config:
     """Returns the configuration of these overrides; UserError for anything wrong with one."""
     return config_of(tree_of(overrides), overrides)
@@ -211,7 +216,8 @@ def config_of(tree: DictConfig, overrides: Sequence[str] = ()) -> Config:
     UserError for what is not allowed, missing or unread.
     """
     with hydra_errors(*overrides):
-        raw = {str(key): plain(tree[key]) for key in tree if key not in NOT_OF_A_RUN}
+        of_run = OmegaConf.masked_copy(tree, [str(key) for key in tree if key not in NOT_OF_A_RUN])
+        raw: Any = OmegaConf.to_container(of_run, resolve=True, throw_on_missing=True)
     stack = raw["augmentation"]
     chosen = stack.pop("chosen", {})  # from the files of the methods in the list
     for name in stack.keys() - chosen.keys() - {"off_epoch"}:
@@ -297,16 +303,13 @@ def run_name(*, _root_: DictConfig) -> str:
             return path.parent.name
     if label:
         return cut(label.replace("/", "-"), LONGEST_NAME, tail)
-    typed = {override.key: override for override in map(override_of, overrides)}
+    values = {key_of(x): read_override(x).get_value_element_as_str() for x in overrides}
     stack = "+".join(config.augmentation.stack) or "plain"
-    name = f"{config.model.name}-{config.dataset.name}-{stack}"
-    if "experiment" in typed:
-        name = typed["experiment"].value_text.strip("[]").replace("/", "-")
-    for key, override in typed.items():
-        if changes_result(key) and key not in IN_THE_NAME:
-            setting = f"{last_part(key)}={override.value_text.replace(',', '+')}"
-            name += "-" + re.sub(r"(?a)[^\w.+=-]+", "", setting)
-    return cut(name, LONGEST_NAME, tail)
+    head = f"{config.model.name}-{config.dataset.name}-{stack}"
+    keys = [key for key in values if changes_result(key) and key not in IN_THE_NAME]
+    parts = [values.get("experiment", head), *(f"{last_part(key)}={values[key]}" for key in keys)]
+    name = "-".join(parts).replace("/", "-").replace(",", "+")
+    return cut(re.sub(r"(?a)[^\w.+=-]+", "", name), LONGEST_NAME, tail)
 
 
 OmegaConf.register_new_resolver("run_name", run_name, replace=True)
@@ -335,7 +338,7 @@ def check_asked(config: Config, overrides: Sequence[str], *roles: Role) -> None:
 
     The configuration of a run from elsewhere must run no code unasked.
     """
-    named = {override.key: override.value_text for override in map(override_of, overrides)}
+    named = {key_of(x): read_override(x).value() for x in overrides}
     for function_key, path in own_code(config):
         if function_key.role in roles and named.get(function_key.key) != path:
             override = function_key.override(path)

@@ -58,13 +58,6 @@ def schema(cls: type[Schema]) -> type[Schema]:
     return checked(cls)
 
 
-def folder_name(value: str) -> str:
-    is_plain = value.isprintable() and "/" not in value
-    if not is_plain or value.startswith("."):
-        raise ValueError("must be a printable name, without slashes or a leading dot")
-    return value
-
-
 Whole = Annotated[StrictInt, Field(ge=0)]
 Seed = Annotated[StrictInt, Field(ge=0, lt=2**32)]
 Count = Annotated[StrictInt, Field(ge=1)]
@@ -79,9 +72,8 @@ Compile = StrictBool | Literal["cuda-graph"]
 Channels = Annotated[list[Fraction], Field(min_length=3, max_length=3)]
 Deviations = Annotated[list[Part], Field(min_length=3, max_length=3)]
 Range = Annotated[list[Part], Field(min_length=2, max_length=2)]
-FolderName = Annotated[
-    str, Field(min_length=1, max_length=LONGEST_NAME), AfterValidator(folder_name)
-]
+# printable, without slashes or a leading dot
+FolderName = Annotated[str, Field(max_length=LONGEST_NAME, pattern=r"^[^./\p{C}][^/\p{C}]*$")]
 # `data/x/` is `data/x`; relative ones stay so: a project may be moved
 PathName = Annotated[
     str,
@@ -109,6 +101,7 @@ DATA_SETS = {
     "imagenet1k": Fixed(1_281_167, 50_000, 1000),
 }
 DATA = FunctionKey("dataset.source", "images", {name: f"{SOURCES}:{name}" for name in DATA_SETS})
+FIXED = {DATA.path(name): fixed for name, fixed in DATA_SETS.items()}
 MODEL = FunctionKey("model.source", "model")
 HTM_RULES = {
     name: FunctionKey(f"augmentation.htm.{name}", "tokens", ours) for name, ours in RULES.items()
@@ -242,7 +235,7 @@ class Dataset:
     @property
     def fixed(self) -> Fixed | None:
         """What is known of its images, if they are the same everywhere."""
-        return next((x for name, x in DATA_SETS.items() if DATA.path(name) == self.source), None)
+        return FIXED.get(self.source)
 
 
 @schema

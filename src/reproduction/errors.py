@@ -6,15 +6,14 @@ import logging
 import os
 import signal
 import sys
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NoReturn, TextIO, TypeVar
 
 from tqdm import tqdm
 
-from reproduction.files import LACKS, lack_behind
+from reproduction.files import LACKS
 from reproduction.machine import is_first_rank
 
 # Signals that end a run: from a terminal, on preemption, or from a launcher.
@@ -39,14 +38,6 @@ def reason_of(error: OSError) -> str:
     if error.filename is None or error.strerror is None:
         return error.strerror or str(error)
     return f"{error.filename}: {error.strerror}"
-
-
-def few(names: Sequence[str]) -> str:
-    """Returns the first three names, and whether there are more."""
-    shown = [*names[:3]]
-    if len(names) > len(shown):
-        shown.append("...")
-    return ", ".join(shown)
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
@@ -82,22 +73,11 @@ class PlainError(OneLineError):
     """A failure. The line is sufficient, or a traceback was printed before."""
 
 
-def of_system(error: OSError, key: str = "") -> OneLineError:
+def of_system(error: OSError) -> OneLineError:
     """An error of the system in one line: a failure if the machine is to blame, else a mistake."""
-    line = reason_of(error)
-    if key:
-        line = f"{key}: {line}"
     if error.errno in LACKS:
-        return PlainError(line)
-    return UserError(line)
-
-
-def of_library(error: Exception, key: str, reason: str) -> OneLineError:
-    """An error of a library in one line: what the machine lacks, if that is behind it."""
-    lack = lack_behind(error)
-    if lack is not None:
-        return of_system(lack, key)
-    return UserError(f"{key}: {reason}")
+        return PlainError(reason_of(error))
+    return UserError(reason_of(error))
 
 
 def message_of(error: Exception) -> str:
@@ -135,7 +115,6 @@ def program() -> str:
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Ends a program with one line: status 2 for a mistake, 1 for a failure, 130 for Ctrl-C."""
-    hide_warnings()
     try:
         yield
         say("", end="")  # flushes what print() has left, also into a closed pipe
@@ -203,8 +182,3 @@ def progress(items: Iterable[Item], task: str, total: int, done: int = 0) -> Ite
         delay=interval,
         disable=not is_first_rank(),
     )
-
-
-def hide_warnings() -> None:
-    """Hides Pillow's warnings, which name no file."""
-    warnings.filterwarnings("ignore", module=r"PIL\.")

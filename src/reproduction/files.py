@@ -51,8 +51,7 @@ def naming(path: Path) -> Iterator[None]:
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary path in the same folder, which then replaces `path`, unless it fails.
 
-    After a loss of power `path` is the old file or the new one. What a killed process leaves is
-    overwritten by the next one.
+    What a killed process leaves is overwritten by the next one.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     with naming(path):
@@ -60,7 +59,6 @@ def replacing(path: Path) -> Iterator[Path]:
             yield temporary
             flush(temporary)
             os.replace(temporary, path)
-            flush(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -78,12 +76,6 @@ def write_text(path: Path, text: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems have no such call
-            raise
-    finally:
-        os.close(descriptor)
+    """Waits until a file is on the disk."""
+    with path.open() as file:
+        os.fsync(file.fileno())

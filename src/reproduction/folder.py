@@ -26,7 +26,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from reproduction.config import Config, validated
-from reproduction.errors import UserError, of_system
+from reproduction.errors import UserError
 from reproduction.files import flush, naming, write_text
 from reproduction.identity import changes, run_hash
 from reproduction.machine import is_first_rank, launched_ranks
@@ -92,7 +92,7 @@ class RunFolder:
         """Whether a process trains this run. To ask, it is enough that the lock can be read."""
         if not os.path.lexists(self.lock_path):
             return False
-        with _named(self.lock_path), self.lock_path.open() as file:
+        with self.lock_path.open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -142,9 +142,6 @@ class RunFolder:
             lines = [json.loads(line) for line in text.splitlines()]
         return [x for x in lines if "step" in x], [x for x in lines if "step" not in x]
 
-    def metrics_size(self) -> int:
-        return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
-
     # Writing, by the process that holds the lock
 
     def begin(self, config: Config, checkpoint: Path | None, metrics_size: int) -> None:
@@ -153,14 +150,11 @@ class RunFolder:
         `metrics_size` are the bytes of metrics.jsonl that the checkpoint has recorded.
         """
         self.last_path.parent.mkdir(parents=True, exist_ok=True)
-        flush(self.path.parent)
         write_text(self.config_path, yaml.safe_dump(asdict(config), sort_keys=False))
         self.metrics_path.touch()
-        os.truncate(self.metrics_path, min(metrics_size, self.metrics_size()))
-        flush(self.metrics_path)
+        os.truncate(self.metrics_path, metrics_size)
         if checkpoint is not None:
             os.replace(checkpoint, self.last_path)
-            flush(self.last_path.parent)
 
     def write_summary(self, **entries: Any) -> dict[str, Any]:
         """Adds entries to the summary and returns the result."""
@@ -176,7 +170,7 @@ class RunFolder:
     def flush_metrics(self) -> int:
         """Waits until metrics.jsonl is on the disk, and returns its size."""
         flush(self.metrics_path)
-        return self.metrics_size()
+        return self.metrics_path.stat().st_size
 
     def keep_last(self) -> None:
         """Keeps last.pt as the previous checkpoint too, which stays until another replaces it."""
@@ -191,12 +185,11 @@ class RunFolder:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Names the file that cannot be read or does not hold what it should, in a OneLineError."""
+    """Names the file that does not hold what it should in a UserError; an OSError names its own."""
     try:
-        with naming(path):
-            yield
-    except OSError as error:
-        raise of_system(error) from error
+        yield
+    except OSError:
+        raise
     except Exception as error:  # of YAML and JSON, of the schema
         raise UserError(f"{path}: {error}") from error
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from pydantic import GetCoreSchemaHandler
 from pydantic_core.core_schema import no_info_after_validator_function
 
-from reproduction.errors import OneLineError, UserError, first_line, of_library
+from reproduction.errors import OneLineError, UserError, first_line
 
 PATH = re.compile(r"(?a)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 FORM = "package.module:factory"
@@ -116,4 +116,4 @@ class FunctionKey:
             raise UserError(f"{override}: {error}") from error
         except Exception as error:  # from any code
             reason = placed(error) if self.is_own(chosen) else first_line(error)
-            raise of_library(error, override, reason) from error
+            raise UserError(f"{override}: {reason}") from error

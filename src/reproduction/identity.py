@@ -56,12 +56,10 @@ def changes_result(key: str) -> bool:
 def settings(config: Config) -> dict[str, Any]:
     """Returns the dotted keys and values that determine a result: the identity of a run.
 
-    The folder of a fixed data set is not among them, as its images may be moved. Under another
-    label it counts: such runs were always named by it.
+    The folder of a fixed data set is not among them, as its images may be moved.
     """
     counted = {key: value for key, value in flat(asdict(config)) if changes_result(key)}
-    dataset = config.dataset
-    if dataset.fixed is not None and dataset.source == DATA.path(dataset.name):
+    if config.dataset.fixed is not None:
         del counted["dataset.root"]
     return counted
 
@@ -90,24 +88,21 @@ def row_hash(config: Config) -> str:
     return digest(counted)
 
 
-def chosen_code(config: Config) -> Iterator[tuple[FunctionKey, str]]:
-    """Yields each key that chooses a function, and what it chooses.
-
-    In the order of the schema, in which runs record their code.
-    """
+def chosen_code(config: Config) -> list[tuple[FunctionKey, str]]:
+    """Returns each key that chooses a function, and what it chooses."""
     stack, recipe = config.augmentation, config.recipe
+    found = [
+        (DATA, config.dataset.source),
+        *((MIXING.at(name), mix.source) for name, mix in stack.own.items()),
+        (OPTIMIZER, recipe.optimizer),
+        (LOSS, recipe.loss),
+        *((METRIC.at(name), metric) for name, metric in recipe.metrics.items()),
+    ]
     if isinstance(config.model, Own):
-        yield MODEL, config.model.source
-    yield DATA, config.dataset.source
-    for name, mix in stack.own.items():
-        yield MIXING.at(name), mix.source
+        found.append((MODEL, config.model.source))
     if stack.htm is not None:
-        for name, function_key in HTM_RULES.items():
-            yield function_key, getattr(stack.htm, name)
-    yield OPTIMIZER, recipe.optimizer
-    yield LOSS, recipe.loss
-    for name, metric in recipe.metrics.items():
-        yield METRIC.at(name), metric
+        found += [(key, getattr(stack.htm, name)) for name, key in HTM_RULES.items()]
+    return found
 
 
 def own_code(config: Config) -> list[tuple[FunctionKey, str]]:

@@ -1,7 +1,6 @@
-"""The jobs of a sweep on this machine: a run in this process, or some at a time in their own."""
+"""The jobs of a sweep on this machine, some at a time, each in a process of its own."""
 
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,30 +14,6 @@ from reproduction.errors import PlainError, say
 from reproduction.machine import CORES, usable_cores
 
 Environment = dict[str, str]
-
-
-def train_here(plan: RunPlan) -> None:
-    """Trains a run in this process, unless it is finished, and writes its report.
-
-    Raises OneLineError, which says what has become of it.
-    """
-    from reproduction.reporting.report import write_report  # imports torch
-    from reproduction.training.run import run_training
-    from reproduction.training.stop import ending
-
-    say(str(plan.folder.path))
-    command = shlex.join(
-        ["python", "train.py", *hydra_arguments(plan.folder.path), *plan.overrides]
-    )
-    failure = None
-    try:
-        origin = {"overrides": plan.overrides, "command": command}
-        summary = run_training(plan.config, plan.folder, origin)
-        write_report(plan.folder, plan.config, summary)
-    except Exception as error:
-        failure = ending(error)
-    if failure is not None:  # raised out here it has no context, which would keep the model
-        raise failure
 
 
 def objective(plan: RunPlan, name: str) -> float | None:

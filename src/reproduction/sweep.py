@@ -6,12 +6,11 @@ writes, it has at the end; nothing is read a second time.
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reproduction.compose import RunPlan, expand, override_of, plan_run
+from reproduction.compose import RunPlan, key_of
 from reproduction.config import Config, StudyOptions
 from reproduction.errors import (
     OneLineError,
@@ -27,7 +26,6 @@ from reproduction.studies.study import Part, planned
 
 if TYPE_CHECKING:  # imports pandas
     from reproduction.studies.runs import Run
-    from reproduction.studies.tables import Table
 
 NOT_STARTED = "not started"
 
@@ -41,17 +39,11 @@ class Sweep:
     is_whole: bool = True  # all runs that the overrides name are here: there will be a table
 
     @classmethod
-    def over_keys(cls, overrides: Sequence[str]) -> "Sweep":
-        """Every value of these overrides by every other."""
-        runs = enumerate(expand(overrides))
-        return cls([plan_run(overrides).placed(number) for number, overrides in runs])
-
-    @classmethod
     def of_study(cls, asked: StudyOptions, overrides: Sequence[str]) -> "Sweep":
         """The runs of a study, with `overrides` as overrides of all of them."""
-        for override in map(override_of, overrides):
-            if override.key == "seed":
-                raise UserError(f"{override.text}: must be seeds=N, from the study's first_seed on")
+        for override in overrides:
+            if key_of(override) == "seed":
+                raise UserError(f"{override}: must be seeds=N, from the study's first_seed on")
         return cls(*planned(asked.study, asked.seeds, asked.scale, overrides))
 
     def only(self, task: int | None) -> "Sweep":
@@ -61,22 +53,6 @@ class Sweep:
         if task >= len(self.plans):
             raise UserError(f"task={task}: must be 0 to {len(self.plans) - 1}")
         return replace(self, plans=[self.plans[task]], is_whole=False)
-
-    def in_folders(self, folders: Iterable[str | None]) -> "Sweep":
-        """Returns the runs in the folders of their jobs, which may not be those that were due."""
-        moved = []
-        for plan, folder in zip(self.plans, folders, strict=True):
-            moved.append(plan if folder is None else plan.at(Path(folder)))
-        return replace(self, plans=moved)
-
-    def check(self, is_here: bool) -> None:
-        """Raises UserError for a run that cannot begin, before the first one does.
-
-        What a machine must have for it is checked if the runs are trained by this one.
-        """
-        self.check_folders()
-        if is_here:
-            check_here(self.plans)
 
     def check_folders(self) -> None:
         """Raises UserError if two runs share a folder, or one cannot be used for its run."""
@@ -103,11 +79,18 @@ class Sweep:
         runs = [run_of(plan) for plan in self.plans]
         if not self.is_whole:
             return runs
+        from reproduction.studies.tables import study_table, sweep_table  # imports matplotlib
+
         outputs = self.plans[0].path.parent
         written = []
-        for table in self._tables([x for x in runs if x.status != NOT_STARTED]):
-            say(f"\n# {table.title}\n\n{table.markdown()}")
-            written.append(table.write_page(outputs))
+        begun = [run for run in runs if run.status != NOT_STARTED]
+        tables = [study_table(part, begun) for part in self.parts]
+        if not self.parts and any(run.status != "unusable" for run in begun):
+            tables = [sweep_table(self.plans, begun)]
+        for table in tables:
+            if table.counted.runs or not self.parts:
+                say(f"\n# {table.title}\n\n{table.markdown()}")
+                written.append(table.write_page(outputs))
         if written:
             say(f"\nwritten to {', '.join(map(str, written))}; .csv has the numbers")
         counts = Counter(run.status for run in runs)
@@ -115,17 +98,6 @@ class Sweep:
         parts = [f"{finished} of {len(runs)} runs are finished", counts_text(counts)]
         say(", ".join(filter(None, parts)))
         return runs
-
-    def _tables(self, begun: Sequence["Run"]) -> Iterator["Table"]:
-        """Yields the table of each study of which there is something, or that of swept keys."""
-        from reproduction.studies.tables import study_table, sweep_table  # imports matplotlib
-
-        for part in self.parts:
-            table = study_table(part, begun)
-            if table.counted.runs:
-                yield table
-        if not self.parts and any(run.status != "unusable" for run in begun):
-            yield sweep_table(self.plans, begun)
 
     def listing(self) -> str:
         """Returns a line for each run, what has become of it and its folder, and their number.
@@ -157,7 +129,7 @@ def run_of(plan: RunPlan) -> "Run":
 
 
 def check_here(plans: Sequence[RunPlan]) -> None:
-    """Raises UserError if this machine cannot train one of these runs."""
+    """Raises UserError if this machine cannot train one of these runs, before the first begins."""
     if not is_first_rank():
         return
     checked = set()

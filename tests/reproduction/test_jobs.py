@@ -33,21 +33,17 @@ MINE = (OWN, SHORT)
 
 @pytest.mark.parametrize("jobs", [[], ["jobs=2"]], ids=["in turn", "processes"])
 def test_a_failed_run_ends_no_other_and_is_named_at_the_end(here: Path, jobs: list[str]):
-    result = train("-m", jobs, "recipe.lr=1e30,1e31,0.001", ONE)
-    assert result.status == 1, result
-    assert len(result.lines) == 2
+    result = train("-m", jobs, "recipe.lr=1e30,0.001", ONE)
     told = "its output is in outputs/.logs" if jobs else "is kept as failed"
-    assert result.err.count(told) == 2
-    assert sorted(statuses()) == ["failed", "failed", "finished"]
-    assert "1 of 3 runs are finished" in result.out
+    assert_refused(result, told, status=1)
+    assert sorted(statuses()) == ["failed", "finished"]
+    assert "1 of 2 runs are finished" in result.out
     assert "report/lr-" in result.out
     if jobs:
         for run in runs():
             assert "epoch" in Path("outputs/.logs", f"{run.path.name}.log").read_text()
         (ours,) = [run for run in runs() if run.config["recipe"]["lr"] == 0.001]
         assert same(ours, trained("recipe.lr=0.001", ONE, root="alone")) == []
-    assert_succeeded(train("-m", jobs, "recipe.lr=0.001", "resume=auto", ONE))
-    assert len(runs()) == 3
 
 
 @pytest.mark.slow

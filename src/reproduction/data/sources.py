@@ -24,7 +24,7 @@ from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
 from reproduction.config import DATA, Dataset
 from reproduction.data.halves import Data, Half, Items
 from reproduction.data.images import ENDINGS, is_hidden, read
-from reproduction.errors import UserError, first_line, hide_warnings
+from reproduction.errors import UserError, first_line
 from reproduction.files import lack_behind
 from reproduction.function_keys import Refused
 
@@ -42,7 +42,6 @@ def opened(dataset: Dataset) -> Data:
     Keeps `limit` and `eval_limit` images, and sets a part of those for training apart, whose size
     is the ratio `validation`, stratified by class.
     """
-    hide_warnings()  # in a process of any launcher
     data = _call_source(Asked.of(dataset))
     data = data._replace(
         train=_limited("limit", data.train, dataset.limit),

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from reproduction.errors import UserError, few, first_line, of_library, warn
+from reproduction.errors import UserError, first_line, warn
 from reproduction.machine import is_first_rank
 from reproduction.models.names import CLASSES, State, convert_names
 
@@ -56,7 +56,7 @@ def read_file(origin: str, path: Path) -> Any:
     try:
         return _content(path)
     except Exception as error:  # torch, safetensors and zipfile raise many types
-        raise of_library(error, origin, f"not readable: {_reason(error)}") from error
+        raise UserError(f"{origin}: not readable: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -143,7 +143,7 @@ def _state_dict(content: Any) -> State:
         if not (isinstance(name, str) and isinstance(value, Tensor)):
             odd.append(str(name))
     if odd:
-        raise ValueError(f"these are no parameters: {len(odd)} ({few(odd)})")
+        raise ValueError(f"these are no parameters: {len(odd)} ({', '.join(odd[:3])})")
     return state
 
 

@@ -87,7 +87,7 @@ def results_page(results: Path) -> str:
         link = f"[`results/{file.name}`](../results/{file.name})"
         command = f"`make study FILE=results/{file.name}`"
         how.append(f"### {path.stem}\n\n{link}, which {command} trains. {study.about.strip()}\n")
-        how.append("\n".join(f"- {note}" for note in table.all_notes()) + "\n")
+        how.append("\n".join(f"- {note}" for note in table.notes) + "\n")
     further = as_markdown(without_empty(pd.concat(others).fillna("-")))
     tables.append(f"## Loss, top-5 and top-1 of the same runs\n\n{further}\n")
     return "\n".join([VERDICT, *tables, *how, HOW])

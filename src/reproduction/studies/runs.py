@@ -1,7 +1,7 @@
 """Runs as tables see them, read from their folders or from published lines, and their results."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -131,6 +131,7 @@ def read_run(folder: RunFolder) -> Run:
 
 def _run(path: Path, config: Config, summary: Mapping[str, Any]) -> Run:
     starts = summary.get("starts", [])
+    revisions = [start["git_revision"] for start in starts]
     run = Run(
         path=path,
         status=summary["status"],
@@ -141,7 +142,7 @@ def _run(path: Path, config: Config, summary: Mapping[str, Any]) -> Run:
         settings=row_settings(config),
         record=summary.get("data") or {},
         code=", ".join(f"{key} {file}" for key, file in (summary.get("code") or {}).items()),
-        revisions=tuple(_revisions(summary)),
+        revisions=tuple(x[:10] + x[40:] for x in revisions if x),  # COMMIT or COMMIT-dirty
     )
     if run.status != "finished":
         return run
@@ -158,14 +159,6 @@ def _status_text(config: Config, summary: Mapping[str, Any]) -> str:
     if error and error != summary["status"]:  # that of an interrupted run is "interrupted"
         text += f": {in_one_line(error)}"
     return text
-
-
-def _revisions(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the revision of each start, shortened, as far as they are known."""
-    for start in summary.get("starts", []):
-        if start["git_revision"]:
-            commit, dash, dirty = start["git_revision"].partition("-")
-            yield f"{commit[:10]}{dash}{dirty}"
 
 
 def _outcomes(summary: Mapping[str, Any], config: Config) -> dict[Outcome, float]:

@@ -18,9 +18,11 @@ from reproduction.compose import (
     RunPlan,
     compose,
     expand,
+    hydra_errors,
+    key_of,
     last_part,
-    override_of,
     plan_run,
+    read_override,
 )
 from reproduction.config import (
     CONF_DIR,
@@ -34,7 +36,6 @@ from reproduction.config import (
 )
 from reproduction.errors import UserError
 from reproduction.files import cut
-from reproduction.help import hydra_errors
 from reproduction.identity import changes_result, digest, row_hash, run_hash
 from reproduction.studies.runs import OUTCOMES, Outcome, outcome_of
 
@@ -123,11 +124,10 @@ class Study:
 
     def __post_init__(self) -> None:
         for name, row in self.rows.items():
-            for override in map(override_of, self.overrides + row.overrides):
-                if override.key in OWN_KEYS:
-                    raise ValueError(
-                        f"rows.{name}: {override.text}: a study must not set {override.key}"
-                    )
+            for override in self.overrides + row.overrides:
+                if key_of(override) in OWN_KEYS:
+                    rule = f"a study must not set {key_of(override)}"
+                    raise ValueError(f"rows.{name}: {override}: {rule}")
             others = [other for other in self.rows if other != name]
             if row.against is not None and row.against not in others:
                 allowed = ", ".join(others) or "left out, as there is no other row"
@@ -208,7 +208,7 @@ def cells(name: str, study: Study) -> list[Cell]:
                 name=",".join(parts),
                 spec=study.rows[row],
                 overrides=overrides,
-                values={override.key: override.value for override in map(override_of, swept)},
+                values={key_of(x): read_override(x).value() for x in swept},
             )
             found.append(cell)
     return found
@@ -216,9 +216,9 @@ def cells(name: str, study: Study) -> list[Cell]:
 
 def swept_texts(overrides: Sequence[str]) -> list[str]:
     """Returns swept overrides by the short names of their keys."""
-    read = [override_of(override) for override in overrides]
-    names = short_names([override.key for override in read])
-    return [f"{name}={override.typed}" for name, override in zip(names, read, strict=True)]
+    names = short_names([key_of(override) for override in overrides])
+    typed = [override.partition("=")[2] for override in overrides]
+    return [f"{name}={value}" for name, value in zip(names, typed, strict=True)]
 
 
 def short_names(keys: Sequence[str]) -> list[str]:
@@ -338,7 +338,7 @@ def part_of(
         if without:
             reason = f"{without[0]} has no recipe.metrics.{metric}=package.module:factory"
             raise UserError(f"tested={study.tested.name}: {reason}")
-    changes = [override for override in more if changes_result(override_of(override).key)]
+    changes = [override for override in more if changes_result(key_of(override))]
     shown = study
     if scale == SMOKE:
         changes = SHORT + study.smoke + changes
@@ -386,7 +386,7 @@ def check_overrides(study: Study, more: Sequence[str]) -> None:
     for override in more:
         for name, row in study.rows.items():
             for own in row.overrides:
-                if overlap(override_of(override).key, override_of(own).key):
+                if overlap(key_of(override), key_of(own)):
                     raise UserError(
                         f"{override}: rows.{name} sets {own}, so it cannot be for all rows"
                     )

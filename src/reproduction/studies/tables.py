@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import pandas as pd
 
-from reproduction.compose import RunPlan, last_part, override_of, shared_overrides
+from reproduction.compose import RunPlan, last_part, read_override
 from reproduction.config import LONGEST_NAME
 from reproduction.errors import UserError, as_typed
 from reproduction.files import cut, write_text
@@ -252,13 +252,8 @@ class Table:
 
     def markdown(self) -> str:
         """Returns Markdown of the main outcome, with notes."""
-        notes = "\n".join(f"- {note}" for note in self.all_notes())
+        notes = "\n".join(f"- {note}" for note in self.notes)
         return "\n\n".join([*self.about, *self.main_tables(), notes])
-
-    def all_notes(self) -> Iterator[str]:
-        """Yields the notes of the study, and on the runs."""
-        yield from self.notes
-        yield from notes_of(self.counted)
 
     def csv(self) -> str:
         """Returns the unrounded numbers, a line for each row and outcome."""
@@ -273,7 +268,10 @@ class Table:
         others = self.other_texts()
         if not others.empty:
             texts += ["## Other outcomes", as_markdown(without_empty(others))]
-        texts += ["## Runs", self._links(path.parent)]
+        reports = [
+            (x.name, os.path.relpath(x.path / "report.md", path.parent)) for x in self.counted.runs
+        ]
+        texts += ["## Runs", "\n".join(f"- [{name}]({quote(x)})" for name, x in reports)]
         texts += ["## How to read the tables", HOW_TO_READ]
         write_text(path, "\n\n".join(texts) + "\n")
         write_text(path.with_suffix(".csv"), self.csv())
@@ -286,14 +284,6 @@ class Table:
             if not finished.empty:
                 draw(path, finished, self.main, self.keys)
                 yield f"![{title}]({quote(path.name)})"
-
-    def _links(self, folder: Path) -> str:
-        """Returns a list of the reports of the runs."""
-        links = []
-        for run in self.counted.runs:
-            report = quote(os.path.relpath(run.path / "report.md", folder))
-            links.append(f"- [{run.name}]({report})")
-        return "\n".join(links)
 
 
 def notes_of(counted: Counted) -> Iterator[str]:
@@ -342,7 +332,7 @@ def study_table(part: Part, runs: Sequence[Run]) -> Table:
         heads={"text": "row"},
         keys=keys,
         counted=chosen,
-        notes=study.notes,
+        notes=[*study.notes, *notes_of(chosen)],
     )
 
 
@@ -386,7 +376,8 @@ def runs_table(runs: Sequence[Run], against: str | None = None) -> Table:
 def sweep_table(plans: Sequence[RunPlan], runs: Sequence[Run]) -> Table:
     """Returns the table of a sweep, whose files are named after the keys and all of its runs."""
     table = _by_settings({row_hash(x.config): row_settings(x.config) for x in plans}, runs)
-    overrides = ", ".join(f"`{override}`" for override in shared_overrides(plans)) or "the defaults"
+    shared = [x for x in plans[0].overrides if all(x in plan.overrides for plan in plans)]
+    overrides = ", ".join(f"`{override}`" for override in shared) or "the defaults"
     keys = ", ".join(f"`{name}`" for name in table.keys) or "seeds"
     seeds = ", ".join(map(str, sorted({plan.config.seed for plan in plans})))
     stem = "-".join(map(last_part, table.keys)) or "seeds"
@@ -414,7 +405,8 @@ def _by_settings(
     if against is not None:
         bases = bases_of(settings[heads + following], against)
     rows = []
-    for key in by_size(settings, heads):
+    sizes = settings[heads].apply(pd.to_numeric, errors="coerce")
+    for key in sizes.sort_values(heads).index:
         state = unfinished(key, runs, chosen)
         row = Row(row_hash=key, state=state, values=dict(settings.loc[key, heads]))
         if key in bases:
@@ -431,14 +423,8 @@ def _by_settings(
         heads=dict(zip(heads, short_names(heads), strict=True)),
         keys=heads,
         counted=chosen,
-        notes=notes,
+        notes=[*notes, *notes_of(chosen)],
     )
-
-
-def by_size(settings: pd.DataFrame, heads: list[str]) -> list[str]:
-    """Returns the rows in the order of their values, as numbers."""
-    numbers = settings[heads].apply(pd.to_numeric, errors="coerce")
-    return list(numbers.sort_values(heads).index)
 
 
 def unfinished(key: str, runs: Sequence[Run], chosen: Counted) -> str:
@@ -476,7 +462,7 @@ def bases_of(settings: pd.DataFrame, against: str) -> dict[str, str]:
     """
     name, _, typed = against.partition("=")
     keys = [key for key in settings if f".{key}".endswith(f".{name}")]
-    text = as_typed(override_of(f"value={typed}").value)
+    text = as_typed(read_override(f"value={typed}").value())
     having = settings[:0]
     if len(keys) == 1:
         having = settings[settings[keys[0]] == text]

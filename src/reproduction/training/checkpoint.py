@@ -12,7 +12,7 @@ from torch import nn
 
 from reproduction.config import AnyModel, Checkpoint, Own
 from reproduction.data.loaders import InputTransform, build_evaluation_transform
-from reproduction.errors import UserError, few
+from reproduction.errors import UserError
 from reproduction.files import replacing
 from reproduction.folder import RunFolder
 from reproduction.models.build import (
@@ -90,7 +90,7 @@ def read_plain(paths: list[Path]) -> tuple[Weights, dict[str, Any]]:
 def check_classes(origin: str, trained: list[str], found: list[str]) -> None:
     """Raises UserError unless the checkpoint was trained on the classes of the data set."""
     if trained != found:
-        then, now = (f"{few(classes)} ({len(classes)})" for classes in (trained, found))
+        then, now = (f"{', '.join(names[:3])} ({len(names)})" for names in (trained, found))
         raise UserError(f"{origin}: was trained on the classes {then}, the data set has {now}")
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from reproduction.config import Config
-from reproduction.errors import first_line, of_library, say, warn
+from reproduction.errors import UserError, first_line, say, warn
 from reproduction.folder import RunFolder
 
 SETTINGS: dict[str, Any] = {
@@ -114,7 +114,7 @@ class Loggers:
                 self.active[name] = logger(chosen[name], config, folder, step)
             except Exception as error:
                 reason = " ".join(str(error).split()) or first_line(error)
-                raise of_library(error, f"logger.{name}", reason) from error
+                raise UserError(f"logger.{name}: {reason}") from error
 
     def log(self, line: dict[str, Any]) -> None:
         for name, logger in [*self.active.items()]:  # a copy: one that fails is left out
