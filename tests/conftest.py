@@ -1,12 +1,14 @@
 """For all tests: small models, batches, errors of one line, and the texts drawn in figures."""
 
+import io
 import os
 import signal
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from copy import deepcopy
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import timm
 import torch
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from reproduction.models.cct import CCT
@@ -23,6 +26,7 @@ from tokenmixup import HTM
 from tokenmixup.settings import RULES, choices_of
 
 CLASSES = 5
+slow = partial(pytest.param, marks=pytest.mark.slow)  # a case that `make test` leaves out
 
 # Workers share the cores, and ranks are forked from them: OpenMP threads would not survive that.
 os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
@@ -45,6 +49,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(folder.cleanup)
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # tmp_path stays there
     os.environ["TMPDIR"] = tempfile.tempdir = folder.name
+
+
+# Hydra reads the files of conf/ again for each command: here each text is parsed once.
+_load = OmegaConf.load
+_parsed = lru_cache(maxsize=None)(lambda text: _load(io.StringIO(text)))
+
+
+def _load_once(file: Any) -> Any:
+    return deepcopy(_parsed(file.read())) if isinstance(file, io.IOBase) else _load(file)
+
+
+setattr(OmegaConf, "load", staticmethod(_load_once))
 
 
 def settled(chosen: dict[str, Any], prefix: str = "") -> dict[str, Any]:

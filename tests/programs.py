@@ -122,7 +122,7 @@ def run(
 
     Unless it `draws`, pictures are empty files: to draw them takes longer than a small run.
     Unless it `spawns`, its ranks are copies of this process, which has imported all they need.
-    Hydra composes each command twice, first to see if the configuration asks for a sweep: here once.
+    Hydra composes each command twice, first to see if it is a sweep: here once.
     """
     if apart or os.environ.get("PROGRAMS") == "process":
         with started(overrides, program=program) as process:

@@ -12,6 +12,7 @@ MODEL = "cct_2_3x2"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure the GPU")
+@pytest.mark.slow
 def test_bench_times_plain_steps_beside_htm_and_vtm(here: Path):
     result = script("bench", MODEL, "--rounds", "2", "--out", "new/bench.csv")
     assert_succeeded(result)

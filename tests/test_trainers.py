@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.conftest import slow
 from tests.pages import codes
 from tests.programs import ROOT
 
@@ -41,7 +42,7 @@ def train_as_timm(task: Any, optimizer: Any, data: Any) -> float:
     return float(result["mixed_samples"])
 
 
-@pytest.mark.parametrize("all_trainers", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("all_trainers", [False, slow(True)])
 @pytest.mark.filterwarnings("ignore")
 def test_the_page_runs_and_its_trainers_learn(
     all_trainers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

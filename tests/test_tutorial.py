@@ -15,6 +15,7 @@ CELLS = json.loads(NOTEBOOK.read_text())["cells"]
 CODES = [cell for cell in CELLS if cell["cell_type"] == "code"]
 
 
+@pytest.mark.slow
 def test_notebook_runs_and_reports_the_mixing(monkeypatch: pytest.MonkeyPatch):
     codes = ["".join(cell["source"]) for cell in CODES]
     assert len(codes) == 10

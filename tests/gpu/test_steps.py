@@ -28,6 +28,7 @@ from reproduction.training.evaluate import Scorer, predict
 from reproduction.training.graph import WARM_UP
 from reproduction.training.metrics import not_finite
 from reproduction.training.ranks import join_world
+from tests.conftest import slow
 from tests.gpu.cases import (
     AVERAGE,
     BOTH,
@@ -69,8 +70,8 @@ Record = Callable[[str, object], None]
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     on_gpu = device_of(metafunc.config) == "cuda"
     if "case" in metafunc.fixturenames:
-        slow = [case for case in TINY_CASES if case not in QUICK_CASES]
-        tiny = [*QUICK_CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in slow)]
+        rest = [case for case in TINY_CASES if case not in QUICK_CASES]
+        tiny = [*QUICK_CASES, *map(slow, rest)]
         metafunc.parametrize("case", CASES if on_gpu else tiny)
     if "compiled" in metafunc.fixturenames:
         metafunc.parametrize(
@@ -237,7 +238,7 @@ POISONED = [  # optimizer, precision, compile, what is not finite, in which micr
     [
         *POISONED,
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            slow(*case)
             for case in product(("adamw", "sgd"), TOLERANCES, WAYS, KINDS, range(PARTS))
             if case not in POISONED
         ),
@@ -279,8 +280,8 @@ def test_a_step_that_is_not_finite_is_seen_in_its_line(
     ("precision", "more"),
     [
         ("float32", ("recipe.grad_accum_steps=2",)),
-        pytest.param("bf16", ("recipe.optimizer=sgd", "recipe.lr=0.05"), marks=pytest.mark.slow),
-        pytest.param("float16", (), marks=pytest.mark.slow),
+        slow("bf16", ("recipe.optimizer=sgd", "recipe.lr=0.05")),
+        slow("float16", ()),
     ],
     ids=str,
 )

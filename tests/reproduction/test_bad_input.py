@@ -107,6 +107,7 @@ def test_weights_of_other_classes_are_refused(here: Path):
     assert [run.path.name for run in runs()] == ["mine"]
 
 
+@pytest.mark.slow
 def test_a_run_outlives_its_terminal(here: Path):
     with started("name=mine", SMALL) as process:
         assert process.stdout

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from tests.conftest import slow
 from tests.programs import as_recorded, overrides_of, trained
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -80,6 +81,16 @@ RUNS = {
         augmentation.vtm.layer=2
     """,
 }
+QUICK = (
+    "htm and vtm",
+    "all five",
+    "gradient",
+    "published",
+    "timm vit",
+    "library",
+    "warm-up",
+    "rotary",
+)
 
 
 def lines_of(name: str, folder: Path) -> list[dict[str, float]]:
@@ -99,7 +110,7 @@ def lines_of(name: str, folder: Path) -> list[dict[str, float]]:
     not torch.__version__.startswith(RECORDED_BY),
     reason=f"recorded by torch {RECORDED_BY}: other versions draw other weights",
 )
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in RUNS])
 def test_runs_have_the_recorded_losses(tmp_path: Path, name: str):
     expected = yaml.safe_load(LOSSES.read_text())[name]
     lines = lines_of(name, tmp_path)

@@ -79,7 +79,7 @@ def test_the_overrides_of_a_run_are_recorded():
     own = Path("own/experiment")
     write_own_files()
     overrides = ("seed=1", "name=its ${seed}", "experiment=own", SMALL)
-    assert_succeeded(train("-m", "-cd", "own", "jobs=2", overrides))
+    assert_succeeded(train("-m", "-cd", "own", overrides))
     summary = Run("outputs/its 1").summary
     assert own.is_dir()
     assert summary["overrides"][0] == "seed=1"

@@ -1,5 +1,6 @@
 """Many runs by one command: in turn, in processes, as tasks; stopped, repeated, named."""
 
+import multiprocessing as mp
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import pytest
 
 from reproduction.compose import plan_run
 from reproduction.jobs import objective
+from tests.conftest import slow
 from tests.images import OWN, disturbed
 from tests.programs import (
     SHORT,
@@ -31,7 +33,7 @@ ONE = (SMALL, "recipe.epochs=1")
 MINE = (OWN, SHORT)
 
 
-@pytest.mark.parametrize("jobs", [[], ["jobs=2"]], ids=["in turn", "processes"])
+@pytest.mark.parametrize("jobs", [[], slow(["jobs=2"])], ids=["in turn", "processes"])
 def test_a_failed_run_ends_no_other_and_is_named_at_the_end(here: Path, jobs: list[str]):
     result = train("-m", jobs, "recipe.lr=1e30,0.001", ONE)
     told = "its output is in outputs/.logs" if jobs else "is kept as failed"
@@ -172,8 +174,11 @@ def test_ctrl_c_saves_all_processes_and_a_second_ends_them(here: Path, times: in
 
 def test_one_process_at_a_time_trains_a_run(here: Path):
     overrides = ("name=mine", SMALL, "recipe.epochs=4000", "resume=auto")
-    with started(overrides):
-        eventually(lambda: Path("outputs/mine/metrics.jsonl").exists())
-        assert_refused(train(overrides), "mine", "process")
-        assert "running" in train(overrides, "dry_run=1").out
+    other = mp.get_context("fork").Process(target=train, args=overrides)
+    other.start()
+    eventually(lambda: Path("outputs/mine/metrics.jsonl").exists())
+    assert_refused(train(overrides), "mine", "process")
+    assert "running" in train(overrides, "dry_run=1").out
+    other.kill()
+    other.join()
     assert "interrupted" in train(overrides, "dry_run=1").out

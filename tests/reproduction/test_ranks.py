@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.conftest import slow
 from tests.images import OWN, SOURCE, disturbed, reads, recorded
 from tests.poison import KINDS
 from tests.programs import (
@@ -67,8 +68,9 @@ def mixing(tmp_path_factory: pytest.TempPathFactory) -> Run:
         return trained(MIXING, root=root)
 
 
-def test_two_ranks_equal_one_process(here: Path, one: Run):
-    close(trained(PLAIN, "devices=2", spawns=True), one)
+@pytest.mark.parametrize("spawns", [False, slow(True)])
+def test_two_ranks_equal_one_process(here: Path, one: Run, spawns: bool):
+    close(trained(PLAIN, "devices=2", spawns=spawns), one)
     assert [path.name for path in (here / "outputs").iterdir()] == ["mine"]
 
 
@@ -152,7 +154,7 @@ EVENTS = {
     "events",
     [
         [("SIGTERM", 1), ("fail", 1)],
-        pytest.param([("SIGUSR1", 0), ("SIGKILL", 1), ("fail", 0)], marks=pytest.mark.slow),
+        slow([("SIGUSR1", 0), ("SIGKILL", 1), ("fail", 0)]),
     ],
     ids=str,
 )

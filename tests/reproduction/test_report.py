@@ -69,7 +69,8 @@ def report(model: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the report of these runs."""
     with contextlib.chdir(tmp_path_factory.mktemp("page")):
         write_rows(model)
-        assert_succeeded(script("reproduce", "all", "--no-train"), "outputs/report/table1.md")
+        for study in ("table1", "table2", "sweep-tau"):
+            assert_succeeded(script("reproduce", study, "--no-train"))
         return Path("outputs/report").absolute()
 
 
@@ -83,8 +84,7 @@ def test_a_page_shows_what_was_run(report: Path, page: str):
     assert page.index("83.00") < page.index("![CIFAR-100]")
     assert "WARNING" not in page
     assert "6 finished runs, " in page
-    begun = overrides_of("table1 table3 table4 table5 sweep-tau sweep-rho sweep-kappa")
-    assert {path.stem for path in report.glob("*.md")} == {*begun}
+    assert {path.stem for path in report.glob("*.md")} == {"table1", "sweep-tau"}
     pictures = re.findall(r"!\[.*\]\((\S+)\)", page)
     assert len(pictures) == 1
     assert all((report / picture).exists() for picture in pictures)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
 
-from tests.conftest import settled
+from tests.conftest import settled, slow
 from tests.images import OWN, SOURCE, disturbed
 from tests.programs import (
     SHORT,
@@ -104,7 +104,7 @@ def test_checkpoints_are_written_after_every_so_many_epochs(here: Path):
 SIGNALS = {"SIGTERM": 3, "SIGUSR1": 45, "SIGHUP": 56, "SIGINT": 57}  # at which image
 
 
-@pytest.mark.parametrize("overrides", [BY_EPOCHS, BY_STEPS], ids=["by epochs", "by steps"])
+@pytest.mark.parametrize("overrides", [slow(BY_EPOCHS), BY_STEPS], ids=["by epochs", "by steps"])
 def test_signals_end_a_run_after_a_step_and_it_resumes_there(
     here: Path, whole: Run, overrides: tuple[str, ...]
 ):
@@ -163,7 +163,7 @@ def assert_as_after(step: int, run: Run) -> None:
     assert_close(ours["optimizer"]["state"], theirs["optimizer"]["state"], atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["loss", "gradient"])
+@pytest.mark.parametrize("kind", ["loss", slow("gradient")])
 def test_a_run_ends_at_a_step_that_is_not_finite_and_repeats_it(here: Path, whole: Run, kind: str):
     """The fifth of nine; the sixth is made before the log is read. New runs begin from there."""
     run = Run("outputs/mine")
@@ -182,7 +182,7 @@ def test_a_run_ends_at_a_step_that_is_not_finite_and_repeats_it(here: Path, whol
 GRAPH = (OWN, SHORT, "compile=cuda-graph", "resume=auto", "recipe.ema_decay=0.8")
 
 
-@pytest.mark.parametrize("kind", ["loss", "gradient"])
+@pytest.mark.parametrize("kind", [slow("loss"), "gradient"])
 def test_a_captured_run_ends_at_a_step_that_is_not_finite_and_resumes(
     here: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ):
@@ -201,7 +201,7 @@ def test_a_captured_run_ends_at_a_step_that_is_not_finite_and_resumes(
         ends_as(whole, (GRAPH, "name=mine"))
 
 
-@pytest.mark.parametrize(("step", "last"), [(1, 0), (4, 3)])
+@pytest.mark.parametrize(("step", "last"), [(1, 0), slow(4, 3)])
 def test_a_run_ends_at_its_first_step_or_that_of_an_epoch(
     here: Path, whole: Run, step: int, last: int
 ):
@@ -212,7 +212,7 @@ def test_a_run_ends_at_its_first_step_or_that_of_an_epoch(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "last"), [(BY_EPOCHS, 0), (BY_STEPS, 1)], ids=["a signal", "the clock"]
+    ("overrides", "last"), [(BY_EPOCHS, 0), slow(BY_STEPS, 1)], ids=["a signal", "the clock"]
 )
 def test_no_checkpoint_is_of_a_step_that_is_not_finite(
     here: Path, whole: Run, overrides: tuple[str, ...], last: int
@@ -238,7 +238,7 @@ def test_a_run_ends_at_saliency_that_is_not_finite(here: Path, whole: Run):
     ends_as(whole, BY_EPOCHS)
 
 
-@pytest.mark.parametrize(("at", "half"), [(30, "train"), (130, "train"), (50, "held_out")])
+@pytest.mark.parametrize(("at", "half"), [slow(30, "train"), (130, "train"), slow(50, "held_out")])
 def test_a_killed_run_ends_as_an_undisturbed_one(here: Path, whole: Run, at: int, half: str):
     with disturbed("SIGKILL", at, half):
         assert code_of_a_copy(BY_STEPS) == -signal.SIGKILL
@@ -274,7 +274,7 @@ def empty(data: bytes) -> bytes:
     return b""
 
 
-@pytest.mark.parametrize("change", [flipped, cut, empty])
+@pytest.mark.parametrize("change", [flipped, slow(cut), slow(empty)])
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(left: Run, whole: Run, change: Any):
     """The best weights are again those of the checkpoint that the run goes back to."""
     broken, good = left.checkpoints

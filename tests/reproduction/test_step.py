@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from tests.conftest import slow
 from tests.images import OWN, SOURCE
 from tests.programs import (
     SHORT,
@@ -94,7 +95,7 @@ def test_a_step_of_sgd_is_the_clipped_gradient(precision: str):
     assert_close(parameters(trainer), expected, atol=1e-6, rtol=1e-5)
 
 
-RESNET_16 = pytest.param(RESNET, marks=pytest.mark.slow, id="resnet")  # its float16 on a CPU
+RESNET_16 = slow(RESNET, id="resnet")  # its float16 on a CPU
 
 
 @pytest.mark.parametrize("model", [pytest.param(PLAIN, id="cct"), RESNET_16])

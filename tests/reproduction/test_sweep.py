@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import yaml
 
+from tests.conftest import slow
 from tests.programs import (
     ROOT,
     SMALL,
@@ -138,7 +139,7 @@ def conf(here: Path) -> Path:
     return folder
 
 
-PROCESSES = pytest.param(["-m", "jobs=2"], marks=pytest.mark.slow, id="processes")
+PROCESSES = slow(["-m", "jobs=2"], id="processes")
 
 
 @pytest.mark.parametrize("jobs", [[], ["-m"], PROCESSES])

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from tests.conftest import slow
 from tests.programs import (
     SMALL,
     Overrides,
@@ -163,7 +164,7 @@ def test_state_dicts_are_found_in_all_common_containers(here: Path, container: s
     same(begun(here / "weights.any", TINY), state)
 
 
-@pytest.mark.parametrize("overrides", [TINY, pytest.param(VIT, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("overrides", [TINY, slow(VIT)], ids=str)
 def test_a_head_for_other_classes_stays_new(here: Path, overrides: tuple[str, ...]):
     torch.manual_seed(0)
     donor = initial_model(overrides, classes=7).state_dict()

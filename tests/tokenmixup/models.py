@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-import pytest
 import timm
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,7 @@ import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tests.conftest import CLASSES, drawn_batch, small_cct, small_vit_lite
+from tests.conftest import CLASSES, drawn_batch, slow, small_cct, small_vit_lite
 from tokenmixup import Adapter
 
 SMALL: dict[str, Any] = {"depth": 3, "embed_dim": 48, "num_heads": 3}
@@ -245,7 +244,7 @@ WITH_MEMORY = [name for name, example in EXAMPLES.items() if example.vtm and not
 
 def of_each(names: Iterable[str] = EXAMPLES, quick: Iterable[str] = QUICK) -> list[Any]:
     """All of `names`, those that are not `quick` marked slow."""
-    return [x if x in quick else pytest.param(x, marks=pytest.mark.slow) for x in names]
+    return [x if x in quick else slow(x) for x in names]
 
 
 def build(name: str) -> tuple[Any, Adapter | None]:

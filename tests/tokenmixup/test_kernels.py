@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from tests.conftest import slow
 from tests.tokenmixup.matrices import Matrix, loss_of, matrices
 
 pytest.importorskip("triton")
@@ -39,7 +40,7 @@ LARGER = [(1, 1.0), (7, 1.0), (16, 0.9), (33, 0.5), (64, 0.05), (64, 1.0)]
 if DEVICE == "cuda":  # the interpreter would take minutes for each
     LARGER += [(128, 1.0), (504, 0.6), (504, 1.0)]
 SIZES: list[Any] = [(9, 0.6)]  # samples, share of easy ones
-SIZES += [pytest.param(*size, marks=pytest.mark.slow) for size in LARGER]
+SIZES += [slow(*size) for size in LARGER]
 
 
 @pytest.mark.parametrize(("b", "share"), SIZES)
