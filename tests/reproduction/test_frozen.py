@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 
-from tests.conftest import slow
 from tests.programs import as_recorded, overrides_of, trained
+from tests.tokenmixup.models import of_each
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 RECORDED_BY = "2.15."
@@ -110,7 +110,7 @@ def lines_of(name: str, folder: Path) -> list[dict[str, float]]:
     not torch.__version__.startswith(RECORDED_BY),
     reason=f"recorded by torch {RECORDED_BY}: other versions draw other weights",
 )
-@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in RUNS])
+@pytest.mark.parametrize("name", of_each(RUNS, QUICK))
 def test_runs_have_the_recorded_losses(tmp_path: Path, name: str):
     expected = yaml.safe_load(LOSSES.read_text())[name]
     lines = lines_of(name, tmp_path)
