@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +51,25 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = folder.name
 
 
-# Hydra reads the files of conf/ again for each command: here each text is parsed once.
-_load = OmegaConf.load
-_parsed = lru_cache(maxsize=None)(lambda text: _load(io.StringIO(text)))
+load = OmegaConf.load
 
 
-def _load_once(file: Any) -> Any:
-    return deepcopy(_parsed(file.read())) if isinstance(file, io.IOBase) else _load(file)
+@cache
+def parsed(text: str) -> Any:
+    return load(io.StringIO(text))
 
 
-setattr(OmegaConf, "load", staticmethod(_load_once))
+def load_once(file: Any) -> Any:
+    """Hydra reads the files of conf/ again for each command: here each text is parsed once."""
+    return deepcopy(parsed(file.read())) if isinstance(file, io.IOBase) else load(file)
+
+
+setattr(OmegaConf, "load", load_once)
+
+
+def of_each(names: Iterable[str], quick: Iterable[str]) -> list[Any]:
+    """All of `names`, those that are not `quick` marked slow."""
+    return [x if x in quick else slow(x) for x in names]
 
 
 def settled(chosen: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -15,10 +15,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
+from reproduction.application import objective
 from reproduction.compose import command_of, expand, plan_run
 from reproduction.config import StudyOptions, validated
 from reproduction.errors import Interrupted, OneLineError, PlainError, UserError, first_line, say
-from reproduction.jobs import in_processes, objective
+from reproduction.jobs import in_processes
 from reproduction.sweep import Sweep, check_here
 
 
@@ -27,6 +28,9 @@ class GridSweeper(BasicSweeper):
 
     All runs are checked before the first one starts, or listed.
     """
+
+    def __init__(self, params: dict[str, str] | None = None):
+        super().__init__(max_batch_size=None, params=params)
 
     def sweep(self, arguments: list[str]) -> Any:
         assert self.config is not None
@@ -56,10 +60,12 @@ class GridSweeper(BasicSweeper):
             line = f"interrupted; {sweep.plans[0].config.how_to_continue}"
             sweep.conclude([Interrupted(str(interrupt) or line)])
             return
-        plans, errors = [*sweep.plans], list[OneLineError]()
-        for number, end in enumerate(ends):
-            if end.hydra_cfg is not None:  # the directory of a job may not be the one that was due
-                plans[number] = plans[number].at(Path(end.hydra_cfg.hydra.runtime.output_dir))
+        plans, errors = [], []
+        for plan, end in zip(sweep.plans, ends, strict=True):
+            if end.hydra_cfg is None:
+                plans.append(plan)
+            else:  # the directory of a job may not be the one that was due
+                plans.append(plan.at(Path(end.hydra_cfg.hydra.runtime.output_dir)))
             if end.status == JobStatus.FAILED:
                 error = end._return_value  # Hydra's property would raise it
                 is_ours = isinstance(error, OneLineError)
@@ -75,7 +81,7 @@ class StudySweeper(GridSweeper):
     """The runs of a study, seed by seed, with `arguments` as overrides of all of them."""
 
     def __init__(self, **options: Any):
-        super().__init__(max_batch_size=None)
+        super().__init__()
         self.options = options
 
     def sweep_of(self, arguments: list[str]) -> Sweep:

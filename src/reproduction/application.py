@@ -25,7 +25,6 @@ from reproduction.compose import (
 )
 from reproduction.config import Command
 from reproduction.errors import Stopped, UserError, one_line_errors, say
-from reproduction.jobs import objective
 from reproduction.machine import is_first_rank
 from reproduction.sweep import Sweep, check_here, check_same
 
@@ -85,7 +84,7 @@ def plan_here(tree: DictConfig) -> RunPlan:
 
 
 def train_plan(tree: DictConfig, plan: RunPlan) -> float | None:
-    """Trains a run, unless it is finished, and writes its report; what a sweeper chooses by.
+    """Trains a run, unless it is finished, and writes its report. Returns `objective`.
 
     Raises OneLineError, which says what has become of it. A signal that has ended it is passed on
     to the launcher.
@@ -113,3 +112,9 @@ def train_plan(tree: DictConfig, plan: RunPlan) -> float | None:
     if failure is not None:  # raised out here it has no context, which would keep the model
         raise failure
     return objective(plan, command_of(tree).objective)
+
+
+def objective(plan: RunPlan, name: str) -> float | None:
+    """Returns what a sweeper chooses by, of the last epoch of a run; None without such a number."""
+    log = plan.folder.read_summary().get("log") or [{}]
+    return log[-1].get(name)

@@ -172,7 +172,7 @@ def _composed(primary: str, overrides: tuple[str, ...]) -> DictConfig:
 def tree_of(overrides: Sequence[str]) -> DictConfig:
     """Returns the tree of these overrides, a copy: Hydra composes runs of several seeds once."""
     task = [x for x in overrides if key_of(x) not in OF_THE_COMMAND]
-    seeds = [x for x in task if x.startswith("seed=")]
+    seeds = [x for x in task if x.startswith("seed=") and not read_override(x).is_sweep_override()]
     shared = [x for x in task if x not in seeds]
     primary = PRIMARY
     with hydra_errors(*overrides):
@@ -215,9 +215,12 @@ def config_of(tree: DictConfig, overrides: Sequence[str] = ()) -> Config:
 
     UserError for what is not allowed, missing or unread.
     """
+    raw = {}
     with hydra_errors(*overrides):
-        of_run = OmegaConf.masked_copy(tree, [str(key) for key in tree if key not in NOT_OF_A_RUN])
-        raw: Any = OmegaConf.to_container(of_run, resolve=True, throw_on_missing=True)
+        for key in tree.keys() - NOT_OF_A_RUN:
+            raw[str(key)] = value = tree[key]
+            if OmegaConf.is_config(value):
+                raw[str(key)] = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
     stack = raw["augmentation"]
     chosen = stack.pop("chosen", {})  # from the files of the methods in the list
     for name in stack.keys() - chosen.keys() - {"off_epoch"}:
@@ -290,7 +293,7 @@ def run_name(*, _root_: DictConfig) -> str:
     """The resolver of a run's directory: its name, else `<row, experiment or model-dataset-stack>`
     `[-key=value...]-s<seed>-<hash>`.
 
-    Without a row, the last part of each key is named, in plain characters, up to LONGEST_NAME. With
+    Without a row it names the last part of each key, in plain characters, up to LONGEST_NAME. With
     resume=auto it is the name of the folder that ends with its hash, if there is one.
     """
     overrides = task_overrides(_root_.hydra)
@@ -303,12 +306,12 @@ def run_name(*, _root_: DictConfig) -> str:
             return path.parent.name
     if label:
         return cut(label.replace("/", "-"), LONGEST_NAME, tail)
-    values = {key_of(x): read_override(x).get_value_element_as_str() for x in overrides}
+    typed = {key_of(x): x.partition("=")[2] for x in overrides}
     stack = "+".join(config.augmentation.stack) or "plain"
     head = f"{config.model.name}-{config.dataset.name}-{stack}"
-    keys = [key for key in values if changes_result(key) and key not in IN_THE_NAME]
-    parts = [values.get("experiment", head), *(f"{last_part(key)}={values[key]}" for key in keys)]
-    name = "-".join(parts).replace("/", "-").replace(",", "+")
+    named = [key for key in typed if changes_result(key) and key not in IN_THE_NAME]
+    settings = [f"{last_part(key)}={typed[key]}" for key in named]
+    name = "-".join([typed.get("experiment", head), *settings]).replace("/", "-").replace(",", "+")
     return cut(re.sub(r"(?a)[^\w.+=-]+", "", name), LONGEST_NAME, tail)
 
 

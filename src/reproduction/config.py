@@ -72,7 +72,7 @@ Compile = StrictBool | Literal["cuda-graph"]
 Channels = Annotated[list[Fraction], Field(min_length=3, max_length=3)]
 Deviations = Annotated[list[Part], Field(min_length=3, max_length=3)]
 Range = Annotated[list[Part], Field(min_length=2, max_length=2)]
-# printable, without slashes or a leading dot
+# without control characters, slashes or a leading dot
 FolderName = Annotated[str, Field(max_length=LONGEST_NAME, pattern=r"^[^./\p{C}][^/\p{C}]*$")]
 # `data/x/` is `data/x`; relative ones stay so: a project may be moved
 PathName = Annotated[

@@ -53,7 +53,7 @@ class RunFolder:
         return any(map(os.path.lexists, (self.config_path, self.last_path, self.previous_path)))
 
     def check(self, config: Config) -> None:
-        """Raises UserError if this folder cannot be used for this run, or could not be read."""
+        """Raises UserError if this folder cannot be used for this run."""
         if not is_first_rank():
             return  # the first rank may already have created it for the others
         name = f"name={self.path.name}"
@@ -117,7 +117,7 @@ class RunFolder:
     # Reading
 
     def read_config(self) -> Config:
-        """Returns the configuration; UserError if it cannot be read or is not what was trained."""
+        """Returns the configuration; UserError if it is none, or not what was trained."""
         with _named(self.config_path):
             config = validated(Config, yaml.safe_load(self.config_path.read_text()))
         trained = self.read_summary().get("run_hash")
@@ -152,7 +152,7 @@ class RunFolder:
         self.last_path.parent.mkdir(parents=True, exist_ok=True)
         write_text(self.config_path, yaml.safe_dump(asdict(config), sort_keys=False))
         self.metrics_path.touch()
-        os.truncate(self.metrics_path, metrics_size)
+        os.truncate(self.metrics_path, min(metrics_size, self.metrics_path.stat().st_size))
         if checkpoint is not None:
             os.replace(checkpoint, self.last_path)
 
@@ -185,10 +185,10 @@ class RunFolder:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Names the file that does not hold what it should in a UserError; an OSError names its own."""
+    """Names the file that does not hold what it should, in a UserError."""
     try:
         yield
-    except OSError:
+    except OSError:  # names its file
         raise
     except Exception as error:  # of YAML and JSON, of the schema
         raise UserError(f"{path}: {error}") from error

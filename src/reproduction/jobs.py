@@ -16,12 +16,6 @@ from reproduction.machine import CORES, usable_cores
 Environment = dict[str, str]
 
 
-def objective(plan: RunPlan, name: str) -> float | None:
-    """Returns what a sweeper chooses by, of the last epoch of a run; None without such a number."""
-    log = plan.folder.read_summary().get("log") or [{}]
-    return log[-1].get(name)
-
-
 def environments(jobs: int, devices: int) -> Iterator[Environment]:
     """Divides this machine among `jobs` runs at a time, each with `devices` processes.
 

@@ -30,10 +30,12 @@ def is_first_rank() -> bool:
 
 
 def usable_cores() -> int:
-    """Returns the cores of this process: by machine, affinity, container and CORES."""
-    from joblib import cpu_count  # takes a moment to import
-
-    return cpu_count()
+    """Returns the cores of this process: as CORES says, else those that it may run on."""
+    if CORES in os.environ:
+        return int(os.environ[CORES])
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def hardware_name(device: str) -> str:

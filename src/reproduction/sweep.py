@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from reproduction.compose import RunPlan, key_of
-from reproduction.config import Config, StudyOptions
+from reproduction.config import StudyOptions
 from reproduction.errors import (
     OneLineError,
     UserError,
@@ -85,12 +85,12 @@ class Sweep:
         written = []
         begun = [run for run in runs if run.status != NOT_STARTED]
         tables = [study_table(part, begun) for part in self.parts]
+        tables = [table for table in tables if table.counted.runs]
         if not self.parts and any(run.status != "unusable" for run in begun):
             tables = [sweep_table(self.plans, begun)]
         for table in tables:
-            if table.counted.runs or not self.parts:
-                say(f"\n# {table.title}\n\n{table.markdown()}")
-                written.append(table.write_page(outputs))
+            say(f"\n# {table.title}\n\n{table.markdown()}")
+            written.append(table.write_page(outputs))
         if written:
             say(f"\nwritten to {', '.join(map(str, written))}; .csv has the numbers")
         counts = Counter(run.status for run in runs)
@@ -132,13 +132,15 @@ def check_here(plans: Sequence[RunPlan]) -> None:
     """Raises UserError if this machine cannot train one of these runs, before the first begins."""
     if not is_first_rank():
         return
+    from reproduction.training.trial import check_start  # imports torch
+
     checked = set()
     for plan in plans:
         check_same(plan)
         metrics = str(plan.config.recipe.metrics), str(plan.config.recipe.metrics_options)
         setting = row_hash(plan.config), *metrics  # those that differ in the seed: once
         if setting not in checked and not plan.folder.is_finished():
-            check_machine(plan.config)
+            check_start(plan.config)
         checked.add(setting)
 
 
@@ -157,12 +159,3 @@ def check_same(plan: RunPlan) -> None:
         reason = f"{folder.path} was trained with other data or other code: {', '.join(others)}"
         advice = "choose another output_root, or move that folder away"
         raise UserError(f"name={folder.path.name}: {reason}; {advice}")
-
-
-def check_machine(config: Config) -> None:
-    """Checks the device, the images, the model and own code."""
-    from reproduction.training.ranks import resolve_device  # imports torch
-    from reproduction.training.trial import check_start
-
-    resolve_device(config.device, config.devices, config.recipe.precision, config.compile)
-    check_start(config)

@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 
+from tests.conftest import of_each
 from tests.programs import as_recorded, overrides_of, trained
-from tests.tokenmixup.models import of_each
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 RECORDED_BY = "2.15."

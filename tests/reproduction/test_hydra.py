@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.conftest import slow
 from tests.programs import (
     SMALL,
-    Run,
     assert_succeeded,
     overrides_of,
     runs,
@@ -26,10 +26,11 @@ SHOWN = {  # command -> what it prints
     "--run hydra.verbose=true dry_run=1": "1 run:",
     "-m seed=shuffle(range(3)) dry_run=1": "3 runs:",
     "-m model=glob(cct_2*) dry_run=1": "1 run:",
-    "-m seed=1,2 dry_run=1": "2 runs:",
     "~checkpoint.every_minutes dry_run=1": "1 run:",
     "+logger.wandb.tags=[a] logger=wandb dry_run=1": "1 run:",
-    "++seed=3 dry_run=1": "-s3-",
+    "++seed=3 augmentation=[cutmix,mixup] dry_run=1": "/cct_2_3x2-digits-mixup+cutmix-s3-",
+    "augmentation=[] recipe.lr=1e-3 dry_run=1": "/cct_2_3x2-digits-plain-lr=1e-3-s0-",
+    "experiment=table1/cifar10_htm dry_run=1": "outputs/table1-cifar10_htm-s0-",
     "-cd own experiment=own dry_run=1": "outputs/own-s0-",
     "--config-dir own --config-name own dry_run=1": "-s7-",
     "-m -cd own -cn own recipe.lr=0.1,0.2 dry_run=1": "2 runs:",
@@ -75,13 +76,13 @@ def test_a_sweep_ends_in_one_table_and_goes_on():
     assert failed.err.count("is kept as failed") == 2
 
 
-def test_the_overrides_of_a_run_are_recorded():
-    own = Path("own/experiment")
+@pytest.mark.parametrize("jobs", [[], slow(["jobs=2"])])
+def test_the_overrides_of_a_run_are_recorded(jobs: list[str]):
     write_own_files()
-    overrides = ("seed=1", "name=its ${seed}", "experiment=own", SMALL)
-    assert_succeeded(train("-m", "-cd", "own", overrides))
-    summary = Run("outputs/its 1").summary
-    assert own.is_dir()
+    overrides = ("seed=1", "name=its ${seed} of ${now:%f}", "experiment=own", SMALL)
+    assert_succeeded(train("-m", "-cd", "own", jobs, overrides), "1 of 1 runs are finished")
+    (run,) = runs()
+    summary = run.summary
     assert summary["overrides"][0] == "seed=1"
     assert "--config-dir" in summary["command"]
     assert "seed=1" in summary["command"]

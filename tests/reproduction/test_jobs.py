@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from reproduction.application import objective
 from reproduction.compose import plan_run
-from reproduction.jobs import objective
 from tests.conftest import slow
 from tests.images import OWN, disturbed
 from tests.programs import (
@@ -118,17 +118,6 @@ def test_a_task_is_one_run_and_a_dry_run_is_none(here: Path):
     assert "job2" in [run.path.name for run in runs()]
 
 
-NAMES = {
-    "seed=3 augmentation=[cutmix,mixup]": "cct_2_3x2-digits-mixup+cutmix-s3-",
-    "augmentation=[] recipe.lr=1e-3 recipe.transforms.hflip=0": (
-        "cct_2_3x2-digits-plain-lr=1e-3-hflip=0-s0-"
-    ),
-    "experiment=table1/cifar10_htm": "table1-cifar10_htm-s0-",
-    "name=mine": "mine\n",
-    "seed=3 name='of-${seed}'": "of-3\n",
-}
-
-
 def test_an_interrupted_sweep_goes_on_with_the_same_command(here: Path):
     sweep = ("-m", "seed=0,1", MINE, "resume=auto")
     with disturbed("SIGINT", at=70):
@@ -176,9 +165,11 @@ def test_one_process_at_a_time_trains_a_run(here: Path):
     overrides = ("name=mine", SMALL, "recipe.epochs=4000", "resume=auto")
     other = mp.get_context("fork").Process(target=train, args=overrides)
     other.start()
-    eventually(lambda: Path("outputs/mine/metrics.jsonl").exists())
-    assert_refused(train(overrides), "mine", "process")
-    assert "running" in train(overrides, "dry_run=1").out
-    other.kill()
-    other.join()
+    try:
+        eventually(lambda: Path("outputs/mine/metrics.jsonl").exists())
+        assert_refused(train(overrides), "mine", "process")
+        assert "running" in train(overrides, "dry_run=1").out
+    finally:
+        other.kill()
+        other.join()
     assert "interrupted" in train(overrides, "dry_run=1").out

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from tests.conftest import slow
+from tests.conftest import of_each, slow
 from tests.programs import (
     ROOT,
     Overrides,
@@ -25,6 +25,7 @@ from tests.programs import (
 
 pytestmark = pytest.mark.usefixtures("here")
 RESULTS = ROOT / "results"
+STUDIES = sorted(path.stem for path in RESULTS.glob("*.yaml"))
 ALL = 42  # runs of one seed
 SMALL = """
   - model.embed_dim=16
@@ -78,10 +79,7 @@ def test_each_row_of_the_paper_is_planned_once_and_equal_rows_share_a_run(scale:
         assert "table4/without_tokens" not in labels
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["digits_fit", *map(slow, ("cifar10_1k", "cifar10_5k", "digits100", "openmixup_cifar100"))],
-)
+@pytest.mark.parametrize("name", of_each(STUDIES, ["digits_fit"]))
 def test_a_study_is_planned_seed_by_seed_with_its_rows(name: str):
     path = RESULTS / f"{name}.yaml"
     content = yaml.safe_load(path.read_text())

@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tests.conftest import CLASSES, drawn_batch, slow, small_cct, small_vit_lite
+from tests.conftest import CLASSES, drawn_batch, small_cct, small_vit_lite
 from tokenmixup import Adapter
 
 SMALL: dict[str, Any] = {"depth": 3, "embed_dim": 48, "num_heads": 3}
@@ -240,11 +240,6 @@ QUICK = (  # the others are like one of these
     "hiera",
 )
 WITH_MEMORY = [name for name, example in EXAMPLES.items() if example.vtm and not example.stages]
-
-
-def of_each(names: Iterable[str] = EXAMPLES, quick: Iterable[str] = QUICK) -> list[Any]:
-    """All of `names`, those that are not `quick` marked slow."""
-    return [x if x in quick else slow(x) for x in names]
 
 
 def build(name: str) -> tuple[Any, Adapter | None]:

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from reproduction.models.build import place
-from tests.conftest import CLASSES, drawn_batch, gradients_of, small_cct
+from tests.conftest import CLASSES, drawn_batch, gradients_of, of_each, small_cct
 from tests.tokenmixup.models import (
     EXAMPLES,
+    QUICK,
     WITH_MEMORY,
     batch_of,
     blocks_of,
     build,
     calls_of,
     logits_of,
-    of_each,
     recorded,
     saliency_of,
 )
@@ -51,7 +51,7 @@ def assert_same_gradients(one: nn.Module, other: nn.Module) -> None:
     assert_close(ours, theirs, atol=1e-5 * largest, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", of_each())
+@pytest.mark.parametrize("name", of_each(EXAMPLES, QUICK))
 def test_saliency_is_that_of_the_blocks_own_attention(name: str):
     """And ScoreNet reads what the class is read from."""
     images, targets = batch_of(name)
@@ -106,7 +106,7 @@ def test_saliency_follows_what_the_class_is_read_from(name: str, pool: str, read
     assert module.scorenets["1"].pooling == example.pooling
 
 
-@pytest.mark.parametrize("name", of_each())
+@pytest.mark.parametrize("name", of_each(EXAMPLES, QUICK))
 def test_a_block_gets_the_tokens_that_are_mixed_by_hand(name: str):
     """The plain model with Algorithm 1 before the block: logits, labels and gradients.
 
@@ -262,7 +262,7 @@ def with_tokens(name: str, model: Any, images: Tensor, indices: list[Tensor]) ->
     return logits_of(model(images))
 
 
-@pytest.mark.parametrize("name", of_each(WITH_MEMORY))
+@pytest.mark.parametrize("name", of_each(WITH_MEMORY, QUICK))
 def test_vtm_is_the_block_on_its_own_tokens_and_the_memory(name: str):
     assert_is_by_hand(name)
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.conftest import CLASSES, assert_nothing_is_left, gradients_of, small_vit
-from tests.tokenmixup.models import EXAMPLES, WITH_MEMORY, build, of_each
+from tests.conftest import CLASSES, assert_nothing_is_left, gradients_of, of_each, small_vit
+from tests.tokenmixup.models import EXAMPLES, WITH_MEMORY, build
 from tokenmixup import TokenMixup, attach, training_loss
 
 HTM: dict[str, Any] = {"layer": 1, "rho": 0.0}

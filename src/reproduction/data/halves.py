@@ -2,9 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -137,20 +135,15 @@ def in_memory(data: Data, names: Sequence[str], ranks: int) -> Data:
         if left < 0:
             continue
         room = left
-        with ThreadPoolExecutor(8) as pool:  # decoding releases the GIL
-            pixels = pool.map(partial(_pixels, half, name == "train"), range(len(half)))
-            decoded = {index: array for index, array in enumerate(pixels) if array is not None}
+        decoded = {}
+        for index in range(len(half)):  # by threads small images take longer
+            try:
+                decoded[index] = np.array(half[index][0])
+            except PlainError:
+                if name != "train":
+                    raise
         data = data._replace(**{name: replace(half, decoded=decoded)})
     return data
-
-
-def _pixels(half: Half, is_trained_on: bool, index: int) -> np.ndarray | None:
-    try:
-        return np.array(half[index][0])
-    except PlainError:
-        if is_trained_on:
-            return None
-        raise
 
 
 def _left(half: Half, room: int) -> int:

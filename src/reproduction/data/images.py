@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import AvifImagePlugin, Image, ImageOps, TiffImagePlugin, WebPImagePlugin  # noqa: F401
 
 from reproduction.errors import first_line
 
@@ -26,7 +26,8 @@ ENDINGS = (
     ".tiff",
 )
 HIDDEN = (".", "@eaDir", "__MACOSX")  # how names of no images begin
-# Formats that Pillow may open, detected by content. Others can start programs, such as EPS.
+# Formats that Pillow may open, detected by content. Others can start programs, such as EPS. Those
+# that it does not know at first are imported above: it would import all that it has.
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 

@@ -25,7 +25,6 @@ from reproduction.config import DATA, Dataset
 from reproduction.data.halves import Data, Half, Items
 from reproduction.data.images import ENDINGS, is_hidden, read
 from reproduction.errors import UserError, first_line
-from reproduction.files import lack_behind
 from reproduction.function_keys import Refused
 
 HELD_OUT_DIGITS = 360  # of 1,797, stratified
@@ -269,9 +268,6 @@ def _cifar(cifar: type[CIFAR10], root: str) -> list[CIFAR10]:
             with FileLock(Path(root, f".{cifar.filename}.lock")):
                 return [cifar(root, train=is_train, download=True) for is_train in (True, False)]
         except Exception as error:  # of any library
-            lack = lack_behind(error)
-            if lack is not None:
-                raise lack from error
             raise Refused(f"no download of {cifar.url} ({first_line(error)})") from error
 
 

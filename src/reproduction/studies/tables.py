@@ -268,10 +268,11 @@ class Table:
         others = self.other_texts()
         if not others.empty:
             texts += ["## Other outcomes", as_markdown(without_empty(others))]
-        reports = [
-            (x.name, os.path.relpath(x.path / "report.md", path.parent)) for x in self.counted.runs
-        ]
-        texts += ["## Runs", "\n".join(f"- [{name}]({quote(x)})" for name, x in reports)]
+        links = []
+        for run in self.counted.runs:
+            report = quote(os.path.relpath(run.path / "report.md", path.parent))
+            links.append(f"- [{run.name}]({report})")
+        texts += ["## Runs", "\n".join(links)]
         texts += ["## How to read the tables", HOW_TO_READ]
         write_text(path, "\n\n".join(texts) + "\n")
         write_text(path.with_suffix(".csv"), self.csv())
@@ -404,9 +405,9 @@ def _by_settings(
     bases = dict[str, str]()
     if against is not None:
         bases = bases_of(settings[heads + following], against)
+    numbers = settings[heads].apply(pd.to_numeric, errors="coerce")
     rows = []
-    sizes = settings[heads].apply(pd.to_numeric, errors="coerce")
-    for key in sizes.sort_values(heads).index:
+    for key in numbers.sort_values(heads).index:
         state = unfinished(key, runs, chosen)
         row = Row(row_hash=key, state=state, values=dict(settings.loc[key, heads]))
         if key in bases:

@@ -11,11 +11,13 @@ from reproduction.identity import chosen_code
 from reproduction.models.build import try_pass
 from reproduction.training.evaluate import build_metrics
 from reproduction.training.optimizers import build_optimizer
+from reproduction.training.ranks import resolve_device
 from reproduction.training.step import build_loss
 
 
 def check_start(config: Config) -> None:
     """Raises UserError if the run cannot start here; writes nothing but downloaded data."""
+    resolve_device(config.device, config.devices, config.recipe.precision, config.compile)
     check_capture(config)
     data = opened(config.dataset)
     loaders.TrainingBatches(config, len(data.train), rank=0, ranks=config.devices)
