@@ -268,7 +268,7 @@ class RunPlan:
 
     def at(self, path: Path) -> "RunPlan":
         """Returns the run in a directory, which is named from here if it is below."""
-        if path.is_relative_to(Path.cwd()):
+        if Path.cwd() in path.parents:
             path = path.relative_to(Path.cwd())
         return replace(self, path=path)
 

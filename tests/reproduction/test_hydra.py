@@ -8,6 +8,7 @@ import yaml
 from tests.conftest import slow
 from tests.programs import (
     SMALL,
+    Run,
     assert_succeeded,
     overrides_of,
     runs,
@@ -93,3 +94,9 @@ def test_a_study_is_a_sweeper():
     shown = train("-m", "hydra/sweeper=study", f"hydra.sweeper.study={study}", "dry_run=1").out
     assert shown == script("reproduce", study, "dry_run=1").out
     assert "3 runs:" in shown
+
+
+def test_the_directory_of_a_run_is_hydras():
+    of_hydra = overrides_of("hydra.run.dir=there hydra.job.chdir=true hydra.output_subdir=null")
+    assert_succeeded(train(SMALL, of_hydra), "there: top-1")
+    assert Run("there").summary["name"] == "there"
