@@ -133,7 +133,7 @@ test-lowest: .venv-tools/installed  ## run `make test` with the lowest versions 
 test-plugins: .venv-plugins/installed  ## run sweeps by Hydra's joblib and Optuna plugins
 	PYTHONPATH="$(CURDIR)/src" .venv-plugins/bin/python -m pytest tests/plugins -n 0
 
-test-slurm: .venv-plugins/installed  ## run sweeps on the SLURM cluster of this machine, as root; takes half an hour
+test-slurm: .venv-plugins/installed  ## run sweeps on the SLURM cluster of this machine, as root; takes a quarter of an hour
 	TEST_SLURM=1 PYTHONPATH="$(CURDIR)/src" .venv-plugins/bin/python -m pytest tests/slurm -n 0
 
 lint: .venv/installed-dev  ## check formatting, style and types
