@@ -188,7 +188,7 @@ def test_a_captured_run_ends_at_a_step_that_is_not_finite_and_resumes(
 ):
     """The fifth of six. On a CPU the steps run that a graph would replay."""
     monkeypatch.setattr("reproduction.training.run.resolve_device", lambda *asked: "cpu")
-    monkeypatch.setattr("reproduction.training.ranks.resolve_device", lambda *asked: "cpu")
+    monkeypatch.setattr("reproduction.training.trial.resolve_device", lambda *asked: "cpu")
     with rehearsed():
         whole = trained(GRAPH, name="whole")
         with disturbed(kind, at=1 + 60 + 20 + 1):

@@ -250,7 +250,7 @@ def test_evaluations_and_the_result_of_a_run(here: Path, every: int):
 
 def test_updates_that_float16_skips_are_counted(here: Path, monkeypatch: pytest.MonkeyPatch):
     """On a CPU, where a command refuses float16 because it is slow."""
-    for module in ("reproduction.training.run", "reproduction.training.ranks"):
+    for module in ("reproduction.training.run", "reproduction.training.trial"):
         monkeypatch.setattr(f"{module}.resolve_device", lambda *asked: "cpu")
     overrides = ("recipe.precision=float16", "recipe.epochs=1", "recipe.batch_size=6")
     large = "augmentation.htm.score_loss_weight=300"  # overflows until the scale has halved
