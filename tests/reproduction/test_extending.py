@@ -148,6 +148,7 @@ tested: ece on test
 """
 
 
+@pytest.mark.slow
 def test_a_metric_stands_in_lines_and_tables_and_a_study_is_tested_on_it(here: Path):
     (here / "mine.yaml").write_text(STUDY)
     assert_succeeded(script("reproduce", "mine.yaml"), "ece [1]", "6 of 6 runs are finished")

@@ -63,7 +63,8 @@ def listed(*overrides: Overrides) -> list[dict[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("scale", ["full", slow("smoke")])
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", ["full", "smoke"])
 def test_each_row_of_the_paper_is_planned_once_and_equal_rows_share_a_run(scale: str):
     runs = listed("all", "seeds=1", f"scale={scale}")
     labels = {run["row"] for run in runs}
