@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from tests.conftest import of_each, slow
+from tests.conftest import of_each
 from tests.programs import (
     ROOT,
     Overrides,
