@@ -62,10 +62,8 @@ class GridSweeper(BasicSweeper):
             return
         plans, errors = [], []
         for plan, end in zip(sweep.plans, ends, strict=True):
-            if end.hydra_cfg is None:
-                plans.append(plan)
-            else:  # the directory of a job may not be the one that was due
-                plans.append(plan.at(Path(end.hydra_cfg.hydra.runtime.output_dir)))
+            job: Any = end.hydra_cfg  # a job's ${now:} may be later than that of its plan
+            plans.append(plan.at(Path(job.hydra.runtime.output_dir)))
             if end.status == JobStatus.FAILED:
                 error = end._return_value  # Hydra's property would raise it
                 is_ours = isinstance(error, OneLineError)
@@ -105,6 +103,8 @@ class ProcessLauncher(BasicLauncher):
         ends = []
         for plan, error in zip(plans, in_processes(plans, command.jobs), strict=True):
             end = JobReturn(overrides=plan.overrides, status=JobStatus.FAILED, _return_value=error)
+            directory = str(plan.path)
+            end.hydra_cfg = OmegaConf.create({"hydra": {"runtime": {"output_dir": directory}}})
             if error is None:
                 end.status = JobStatus.COMPLETED
                 end.return_value = objective(plan, command.objective)
