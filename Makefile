@@ -156,9 +156,9 @@ audit: .venv-tools/installed  ## check the locked packages for known vulnerabili
 	.venv-tools/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements-dev.lock
 
 # A test that hangs or crashes ends its worker, and the next one goes on.
-check-gpu: .venv/installed-dev  ## check a GPU against the CPU, and the kernels for it
+check-gpu: .venv/installed-dev  ## check a GPU against the CPU, and the kernels for it; OUTPUTS/check-gpu.xml has the figures
 	$(BIN)/python -m pytest tests/gpu tests/tokenmixup/test_kernels.py --device cuda -n 1 -m "slow or not slow" -o faulthandler_timeout=200 \
-	  -o faulthandler_exit_on_timeout=true --report "$(or $(OUTPUTS),outputs)/check-gpu/check.md"
+	  -o faulthandler_exit_on_timeout=true --junit-xml "$(or $(OUTPUTS),outputs)/check-gpu.xml"
 
 chaos: .venv/installed-dev  ## kill runs and ranks many times, and compare with undisturbed ones; KILLS=10 of each run
 	KILLS=$(or $(KILLS),10) $(BIN)/python -m pytest tests/reproduction/test_kills.py -m slow

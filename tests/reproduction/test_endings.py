@@ -1,11 +1,14 @@
 """An error is the error: what decides how a run ends, and where each reason is told."""
 
 import gc
+import signal
 from pathlib import Path
 
 import pytest
 
-from reproduction.errors import PlainError
+from reproduction.errors import Interrupted, PlainError, UserError
+from reproduction.sweep import Sweep
+from reproduction.training.stop import handling, stop_at_once
 from tests.conftest import slow
 from tests.images import OWN, disturbed
 from tests.programs import (
@@ -68,6 +71,20 @@ def test_the_model_of_a_failed_run_is_freed_at_once(here: Path, error: Exception
     finally:
         gc.enable()
     assert living == [living[0]] * 2  # its own beside those that fixtures hold
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    """As SIGHUP by nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with handling(stop_at_once):
+        signal.raise_signal(signal.SIGHUP)
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_sweep_ends_with_the_highest_status_of_its_runs():
+    errors = [PlainError("failed"), Interrupted("stopped"), UserError("refused")]
+    with pytest.raises(SystemExit, match="130"):
+        Sweep([], is_whole=False).conclude(errors)
 
 
 @pytest.mark.slow

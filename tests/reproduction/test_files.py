@@ -9,6 +9,9 @@ from unittest import mock
 import pytest
 
 from reproduction import errors
+from reproduction.config import Checkpoint
+from reproduction.folder import RunFolder
+from reproduction.training.checkpoint import Clock
 from tests.programs import SMALL, Run, train, trained
 
 ONE = (SMALL, "name=mine", "resume=auto")
@@ -69,6 +72,27 @@ def test_lines_are_flushed_before_the_checkpoint_that_records_their_size(noted: 
     sizes = [int(noted.events[place].rest) for place in flushed]
     recorded = [noted.run.checkpoint(age)["metrics_size"] for age in (1, 0)]
     assert recorded == sizes[-2:]
+
+
+def test_a_line_that_is_being_written_is_not_read(noted: Noted):
+    folder = RunFolder(noted.run.path)
+    lines = folder.read_metrics()
+    with folder.metrics_path.open("a") as file:
+        file.write('{"step": ')
+    assert folder.read_metrics() == lines
+
+
+def test_a_checkpoint_after_an_epoch_takes_a_twentieth_of_the_time(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """One took 20 seconds, until 30."""
+    (here / "checkpoints").mkdir()
+    seconds = iter([0.0, 10.0, 30.0, 425.0, 435.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(seconds))
+    clock = Clock(Checkpoint())
+    clock.save(RunFolder(here), {})
+    assert not clock.is_due(epoch=1)
+    assert clock.is_due(epoch=1)
 
 
 def test_a_run_without_a_terminal_tells_how_far_it_is(here: Path, monkeypatch: pytest.MonkeyPatch):

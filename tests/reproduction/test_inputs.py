@@ -99,17 +99,18 @@ def test_each_epoch_reads_every_image_once_in_an_order_by_seed_and_epoch(here: P
     assert len(different) == 4
 
 
-@pytest.mark.parametrize(("drop_last", "batches", "share"), [("false", 3, 10), ("true", 2, 11)])
-def test_two_ranks_share_the_batches_of_one_process(drop_last: str, batches: int, share: int):
-    """Of 60 images batches of 20, or two of 22, and not 22, 22 and 16."""
+@pytest.mark.parametrize(("drop_last", "sizes"), [("false", [20, 20, 19]), ("true", [22, 22])])
+def test_two_ranks_share_the_batches_of_one_process(drop_last: str, sizes: list[int]):
+    """Of 59 images batches of 20, or two of 22, and not 22, 22 and 15."""
     config = config_of("recipe.batch_size=22", f"recipe.drop_last={drop_last}")
     shares = []
     for rank, ranks in ((0, 1), (0, 2), (1, 2)):
-        of_rank = TrainingBatches(config, 60, rank, ranks)
+        of_rank = TrainingBatches(config, 59, rank, ranks)
         of_rank.start_at(epoch=1, first=0)
         shares.append([list(batch) for batch in of_rank])
     alone, first, second = shares
-    assert [len(batch) for batch in first] == [share] * batches
+    assert [len(batch) for batch in alone] == sizes
+    assert list(map(of_rank.global_size, range(2 * len(sizes)))) == 2 * sizes
     assert alone == [[*one, *other] for one, other in zip(first, second, strict=True)]
 
 
@@ -146,14 +147,18 @@ WIDE = (0.75, 1.3333)  # ratios of the crop
 
 
 @pytest.mark.parametrize(
-    ("seed", "scale", "ratio"),
-    [(0, "[0.08,1]", WIDE), (1, "[0.08,1]", WIDE), (2, "[1,1]", (1.0, 1.0))],
+    ("seed", "settings", "ratio"),
+    [
+        (0, "{scale:[0.08,1]}", WIDE),
+        (1, "{auto_augment:null,color_jitter:0.3}", WIDE),
+        (2, "{scale:[1,1]}", (1.0, 1.0)),
+    ],
 )
 def test_augmentation_and_normalisation_equal_timm(
-    seed: int, scale: str, ratio: tuple[float, float]
+    seed: int, settings: str, ratio: tuple[float, float]
 ):
     """Compares values after the recipe's complete augmentation, of images that are oblong."""
-    config = config_of("recipe=cifar_cct", f"seed={seed}", f"recipe.transforms.scale={scale}")
+    config = config_of("recipe=cifar_cct", f"seed={seed}", f"recipe.transforms={settings}")
     pixels = np.random.default_rng(seed).integers(0, 256, (12, 32, 48, 3), np.uint8)
     pictures = [(Image.fromarray(image), i) for i, image in enumerate(pixels)]
     ours = build_training_images(config, Half.of(pictures, range(12)))
@@ -166,7 +171,7 @@ def test_augmentation_and_normalisation_equal_timm(
         ratio=ratio,
         interpolation=transforms.interpolation,
         hflip=transforms.hflip,
-        color_jitter=0.4,
+        color_jitter=transforms.color_jitter,
         auto_augment=transforms.auto_augment,
         re_prob=0.0,
         mean=data.mean,

@@ -11,6 +11,8 @@ import pytest
 
 from reproduction.application import objective
 from reproduction.compose import plan_run
+from reproduction.config import LONGEST_NAME
+from reproduction.training.ranks import resolve_device
 from tests.conftest import slow
 from tests.images import OWN, disturbed
 from tests.programs import (
@@ -53,7 +55,7 @@ def test_two_jobs_have_half_of_the_cores_each(here: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv("OMP_NUM_THREADS")
     cores = len(os.sched_getaffinity(0))
     assert cores > 1, "one core cannot be divided"
-    assert_succeeded(train("-m", "jobs=2", "seed=0,1", ONE))
+    assert_succeeded(train("-m", "jobs=3", "seed=0,1", ONE))
     for run in runs():
         (start,) = run.summary["starts"]
         assert start["threads"] == cores // 2
@@ -66,6 +68,12 @@ def test_a_sweep_has_the_order_of_its_overrides(here: Path):
     shown = train(sweep, "dry_run=1").out
     points = re.findall(r"outputs/\S*-lr=(\S+?)-\S*-s(\d)-", shown)
     assert points == [("0.2", "3"), ("0.2", "1"), ("0.1", "3"), ("0.1", "1")]
+
+
+def test_a_name_is_one_that_file_systems_allow():
+    (name,) = re.findall(r"outputs/(\S+)", train("dry_run=1", f"recipe.lr=0.01{'0' * 300}").out)
+    assert len(name) == LONGEST_NAME
+    assert re.search(r"00-s0-\w+$", name)
 
 
 DYING = """
@@ -89,6 +97,7 @@ def test_jobs_of_several_devices_have_gpus_of_their_own(
     assert train("-m", "jobs=3", "devices=2", "seed=0,1,2", ONE).status == 1
     logs = Path("outputs/.logs").glob("*.log")
     assert sorted(log.read_text().split()[-1] for log in logs) == ["0,1", "0,1", "2,3"]
+    assert resolve_device("auto", devices=4) == "cuda"
 
 
 def test_a_process_that_dies_in_silence_is_named(here: Path, monkeypatch: pytest.MonkeyPatch):

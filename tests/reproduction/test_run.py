@@ -291,9 +291,11 @@ def test_a_run_says_what_was_mixed_and_if_its_tau_mixes_nothing(here: Path, over
 
 def test_max_steps_ends_a_run_within_an_epoch(here: Path):
     """Of 20, 19 and 19 images."""
-    run = trained("recipe.max_steps=5", SMALL, "dataset.limit=58", "recipe.drop_last=false")
+    mixing = overrides_of("augmentation=[htm] augmentation.htm.tau=inf dataset.limit=58")
+    run = trained("recipe.max_steps=5", SMALL, mixing, "recipe.drop_last=false")
     assert len(run.steps) == 5
     assert len(run.epochs) == 2
+    assert run.summary["easy_share"] == 1
     assert run.summary["images"] == 58 + 20 + 19
 
 

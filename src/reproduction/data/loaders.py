@@ -111,10 +111,10 @@ class TrainingBatches(Sampler[list[tuple[int, int]]]):
     def __len__(self) -> int:
         return self.num_batches
 
-    def global_size(self, batch: int) -> int:
-        """Returns the number of images of a global batch."""
+    def global_size(self, step: int) -> int:
+        """Returns the number of images of the global batch of a step, from 0 over all epochs."""
         size, larger = divmod(self.epoch_images, self.num_batches)
-        return size + 1 if batch < larger else size
+        return size + 1 if step % self.num_batches < larger else size
 
     def count_images(self, steps: int) -> int:
         """Returns the number of images of the first `steps` global batches, over all epochs."""

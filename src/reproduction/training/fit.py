@@ -113,7 +113,7 @@ def train_epoch(run: TrainingRun, state: RunState) -> None:
     run.batch_metrics.restart_clock()
     task = f"epoch {number}/{run.total_epochs}"
     for batch in progress(run.stop.while_waiting(loaded), task, total, done):
-        size = batches.global_size(trainer.step % len(batches))  # `step` is still this batch's
+        size = batches.global_size(trainer.step)  # `step` is still this batch's
         micro_batches = train_batch(run, state, batch, size)
         head = {"step": trainer.step, "epoch": number, "lr": trainer.lr}
         run.batch_metrics.add(head, size, micro_batches)
