@@ -26,7 +26,7 @@ own n. Evaluation is the plain model, bit for bit.
 Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes, m memory, h w image.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, overload
 
@@ -269,23 +269,6 @@ class TokenMixup(nn.Module):
     def pretrained_cfg(self) -> Any:
         """That of the model, by which timm resolves mean, std and size of the images."""
         return self.model.pretrained_cfg
-
-    @property
-    def group_matcher(self) -> Callable[..., Any]:
-        """The model's layer groups, for timm's layer-wise learning rates. ScoreNets join the last.
-
-        Raises AttributeError if the model has none, so that timm sees none.
-        """
-        matcher: Any = self.model.group_matcher
-
-        def match(coarse: bool = False) -> Callable[[str], int]:
-            from timm.models import group_parameters  # timm alone calls this
-
-            groups = group_parameters(self.model, matcher(coarse=coarse), reverse=True)
-            last = max(groups.values())
-            return lambda name: groups.get(name.removeprefix("model."), last)
-
-        return match
 
 
 attach = TokenMixup  # `attach(model, ...)` says what happens to the model

@@ -11,12 +11,13 @@ import torch
 from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
 
-from reproduction.data import halves
+from reproduction.data import halves, sources
 from tests.images import write_cifar, write_images
 from tests.programs import (
     Run,
     assert_refused,
     assert_succeeded,
+    config_of,
     evaluate,
     load_run,
     overrides_of,
@@ -89,6 +90,10 @@ def test_images_are_the_same_from_memory_files_and_workers(
     assert same(memory, files) == []
     workers = trained(FOLDER, "dataset.workers=2", name="workers")
     assert same(memory, workers) == []
+    monkeypatch.setattr(halves, "MOST_MEMORY", 6 * 32 * 40 * 3)  # of the training images
+    data = sources.opened(config_of(FOLDER).dataset)
+    assert halves.in_memory(data, ["train"], ranks=1).train.decoded
+    assert not halves.in_memory(data, ["train"], ranks=2).train.decoded
 
 
 def test_classes_are_the_folders_and_other_files_are_left_out(images: Path):
@@ -120,6 +125,9 @@ def test_imagenet_is_seen_as_it_is_stored(images: Path):
     found = float(row["probability"])
     assert found == pytest.approx(float(stored[place]), abs=1e-5)
     assert found != pytest.approx(float(turned[place]), abs=1e-5)
+    images.rename("moved")
+    again = train("dataset=imagenet1k", "dataset.root=moved", TINY, "name=mine", "resume=auto")
+    assert_succeeded(again, "mine: top-1")
 
 
 def empty_class(root: Path) -> None:

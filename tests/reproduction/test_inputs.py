@@ -137,7 +137,6 @@ def test_an_epoch_has_the_batches_of_timms_loader(images: int, size: int):
     config = config_of(f"recipe.batch_size={size}")
     ours = [len(batch) for batch in TrainingBatches(config, images, rank=0, ranks=1)]
     assert ours == [size] * len(theirs)
-    assert len(theirs) == 390 or images != 50_000
 
 
 # Augmentation

@@ -1,7 +1,5 @@
 """Images from a function: what it may return, what is refused, and that other data are noticed."""
 
-import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from tests.images import OWN, digits, disturbed, reads, recorded, write_images
@@ -28,7 +25,6 @@ from tests.programs import (
     predictions,
     runs,
     snapshot,
-    statuses,
     train,
     trained,
 )
@@ -36,7 +32,6 @@ from tests.programs import (
 HERE = "tests.reproduction.test_own_images"
 PIXELS = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3), dtype=np.uint8)
 NAMES = ["cat", "dog", "ant"]
-NUMBER = "TESTS_OWN_NUMBER"  # tells a function what to do
 TINY = overrides_of("""
     model.image_size=16 model.embed_dim=16 recipe.epochs=1 recipe.batch_size=6 dataset.workers=0
     device=cpu
@@ -149,31 +144,6 @@ def test_a_bug_of_the_function_keeps_its_traceback_in_a_worker(here: Path):
     assert "what\never" in result.err
     assert "Traceback" in result.err
     assert "tests/images.py" in result.err
-
-
-class Dying(list[tuple[Any, Any]]):
-    """Its 7th image kills the loader's worker that reads it, as the system does without memory."""
-
-    def __getitem__(self, index: Any) -> Any:
-        if index == 6 and os.environ[NUMBER] == "1" and torch.utils.data.get_worker_info():
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(index)
-
-
-def dying() -> Any:
-    return Dying(pairs()), pairs()
-
-
-def test_dead_worker_ends_a_run_that_can_resume(here: Path, monkeypatch: pytest.MonkeyPatch):
-    source = ("dataset=custom", f"dataset.source={HERE}:dying", TINY, "dataset.workers=1")
-    overrides = (source, "name=mine", "resume=auto")
-    monkeypatch.setenv(NUMBER, "1")
-    result = train(overrides)
-    assert result.status == 1
-    assert "repeat the command to continue" in result.err.splitlines()[-1]
-    assert statuses() == ["failed"]
-    monkeypatch.setenv(NUMBER, "0")
-    assert_succeeded(train(overrides))
 
 
 def classes_read(half: str, data: Any) -> list[int]:

@@ -32,6 +32,7 @@ from tokenmixup import (
     optimal_assignment,
     rollout_saliency,
 )
+from tokenmixup.attention import AttentionMap
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 INF = float("inf")
@@ -292,6 +293,13 @@ def test_rollout_saliency_is_the_product_with_later_maps_on_the_left(steps, pref
     assert_close(found, torch.stack(expected).float())
 
 
+def test_heads_that_share_keys_attend_as_in_fused_attention():
+    q, k = normal(1, 4, 3, 8, seed=0), normal(1, 2, 3, 8, seed=1)
+    values = torch.eye(3).expand(1, 2, 3, 3)  # which give the map
+    expected = F.scaled_dot_product_attention(q, k, values, enable_gqa=True)
+    assert_close(AttentionMap(q, k, scale=8**-0.5).probabilities(), expected)
+
+
 def test_the_gradient_detector_is_the_gradient_of_each_samples_own_loss():
     """By the plain model in float32 without dropout, in the patches' grid; nothing stays behind."""
     model = small_vit(drop_path_rate=0.5)
@@ -313,7 +321,10 @@ def test_the_gradient_detector_is_the_gradient_of_each_samples_own_loss():
     assert torch.equal(pairs.mask, output.mask)
 
 
-def test_tokens_that_leave_a_row_of_patches_open_are_no_grid():
+def test_tokens_are_square_patches_of_an_oblong_image():
+    pixels = torch.arange(32.0).view(1, 4, 8)
+    cells = F.avg_pool2d(pixels, 2).flatten(1)
+    assert_close(gradient_saliency(pixels, 8), cells / cells.sum())
     with pytest.raises(ValueError, match="12 tokens form no grid"):
         gradient_saliency(torch.ones(1, 16, 16), 12)
 
