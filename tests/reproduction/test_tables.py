@@ -77,6 +77,7 @@ def check(row: Any, ours: Mapping[int, float], base: Mapping[int, float]) -> flo
     assert row.std == approx(stdev(ours.values()))
     assert row.pairs == len(gaps)
     assert row.difference == approx(fmean(gaps))
+    assert row.below == sum(np.less(gaps, 0))
     assert row.low == approx(low)
     assert row.high == approx(high)
     assert row.p == pytest.approx(p, abs=1e-12)
@@ -105,7 +106,6 @@ def test_rows_have_the_paired_statistics_of_their_seeds(model: Run):
         assert rows[tau].p_holm == pytest.approx(value, abs=1e-12)
     assert np.isnan([rows[1].pairs, rows[1].difference, rows[1].p]).all()
     assert rows[2].seconds == pytest.approx(model.summary["seconds"])
-    assert rows[2].top1_best > 80
 
 
 @pytest.mark.parametrize(
