@@ -7,13 +7,14 @@ writes, it has at the end; nothing is read a second time.
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from reproduction.compose import RunPlan, key_of
-from reproduction.config import Config, StudyOptions
+from reproduction.config import StudyOptions
 from reproduction.errors import (
     OneLineError,
     UserError,
@@ -134,7 +135,9 @@ def check_here(plans: Sequence[RunPlan]) -> None:
     """Raises UserError if this machine cannot train one of these runs, before the first begins."""
     if not is_first_rank():
         return
-    check_start = import_training()
+    import_libraries()
+    from reproduction.training.trial import check_start
+
     checked = set()
     for plan in plans:
         check_same(plan)
@@ -146,18 +149,17 @@ def check_here(plans: Sequence[RunPlan]) -> None:
 
 
 @cache
-def import_training() -> Callable[[Config], None]:
-    """Imports all that trains, and returns `check_start`.
+def import_libraries() -> None:
+    """Imports what a run needs, such as torch, timm and matplotlib.
 
-    Python's garbage collector need not look at these modules: not while they are imported, which
-    takes a fifth longer then, nor at the end, where it would take a second.
+    Python's garbage collector never looks at these modules: it would for a second while they are
+    imported, and for another one when the program ends.
     """
     gc.disable()
-    from reproduction.training.trial import check_start
-
+    for name in ("reporting.report", "training.run", "training.trial"):
+        import_module(f"reproduction.{name}")
     gc.freeze()
     gc.enable()
-    return check_start
 
 
 def check_same(plan: RunPlan) -> None:
