@@ -152,13 +152,11 @@ def check_here(plans: Sequence[RunPlan]) -> None:
 def import_libraries() -> None:
     """Imports what a run needs, such as torch, timm and matplotlib.
 
-    Python's garbage collector never looks at these modules: it would for a second while they are
-    imported, and for another one when the program ends.
+    Python's garbage collector would go through their modules again and again, for a second.
     """
     gc.disable()
     for name in ("reporting.report", "training.run", "training.trial"):
         import_module(f"reproduction.{name}")
-    gc.freeze()
     gc.enable()
 
 
