@@ -4,13 +4,10 @@ A sweeper makes it. What it knows then, the plans, the studies whose rows they a
 writes, it has at the end; nothing is read a second time.
 """
 
-import gc
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from reproduction.compose import RunPlan, key_of
@@ -135,8 +132,7 @@ def check_here(plans: Sequence[RunPlan]) -> None:
     """Raises UserError if this machine cannot train one of these runs, before the first begins."""
     if not is_first_rank():
         return
-    import_libraries()
-    from reproduction.training.trial import check_start
+    from reproduction.training.trial import check_start  # imports torch
 
     checked = set()
     for plan in plans:
@@ -146,18 +142,6 @@ def check_here(plans: Sequence[RunPlan]) -> None:
         if setting not in checked and not plan.folder.is_finished():
             check_start(plan.config)
         checked.add(setting)
-
-
-@cache
-def import_libraries() -> None:
-    """Imports what a run needs, such as torch, timm and matplotlib.
-
-    Python's garbage collector would go through their modules again and again, for a second.
-    """
-    gc.disable()
-    for name in ("reporting.report", "training.run", "training.trial"):
-        import_module(f"reproduction.{name}")
-    gc.enable()
 
 
 def check_same(plan: RunPlan) -> None:

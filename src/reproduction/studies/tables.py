@@ -92,16 +92,7 @@ def judged(
     A row that is `untested` has no p; one that is `primary` is not corrected for the others.
     """
     columns = ["seed", "row_hash", "value", *MEASURES]
-    values = [
-        {
-            "seed": run.seed,
-            "row_hash": run.row_hash,
-            "value": run.outcomes.get(outcome, nan),
-            **run.measures,
-        }
-        for run in runs
-    ]
-    found = pd.DataFrame(values, columns=columns)
+    found = pd.DataFrame([values_of(run, outcome) for run in runs], columns=columns)
     by_seed = found.pivot(index="seed", columns="row_hash", values="value").astype(float)
     by_seed = by_seed.reindex(columns=rows.row_hash.unique())
     numbers = rows.assign(outcome=outcome.measure, half=outcome.split)
@@ -118,6 +109,12 @@ def judged(
     numbers["p"] = numbers.p.astype(float).where(is_tested)
     numbers["p_holm"] = holm(numbers.p[rows.role == ""])
     return numbers.join(found.groupby("row_hash")[[*MEASURES]].mean(), on="row_hash")
+
+
+def values_of(run: Run, outcome: Outcome) -> dict[str, Any]:
+    """Returns an outcome of a run, and what it measured."""
+    value = run.outcomes.get(outcome, nan)
+    return {"seed": run.seed, "row_hash": run.row_hash, "value": value, **run.measures}
 
 
 def paired(ours: pd.Series, base: pd.Series) -> dict[str, Any]:
