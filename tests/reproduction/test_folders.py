@@ -11,13 +11,11 @@ import torch
 from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
 
-from reproduction.data import halves, sources
 from tests.images import write_cifar, write_images
 from tests.programs import (
     Run,
     assert_refused,
     assert_succeeded,
-    config_of,
     evaluate,
     load_run,
     overrides_of,
@@ -79,21 +77,11 @@ def test_images_are_seen_upright_and_on_white(run: Run):
     assert np.array_equal(shown(run, "x.png"), expected)
 
 
-def test_images_are_the_same_from_memory_files_and_workers(
-    images: Path, monkeypatch: pytest.MonkeyPatch
-):
-    sideways = images / "val" / "dog" / "0.png"
-    RGB.resize((40, 20)).save(sideways, exif=oriented(8))
-    memory = trained(FOLDER, name="memory")
-    monkeypatch.setattr(halves, "MOST_MEMORY", 0)
-    files = trained(FOLDER, name="files")
-    assert same(memory, files) == []
+def test_images_are_the_same_from_workers(images: Path):
+    RGB.resize((40, 20)).save(images / "val" / "dog" / "0.png", exif=oriented(8))
+    alone = trained(FOLDER, name="alone")
     workers = trained(FOLDER, "dataset.workers=2", name="workers")
-    assert same(memory, workers) == []
-    monkeypatch.setattr(halves, "MOST_MEMORY", 6 * 32 * 40 * 3)  # of the training images
-    data = sources.opened(config_of(FOLDER).dataset)
-    assert halves.in_memory(data, ["train"], ranks=1).train.decoded
-    assert not halves.in_memory(data, ["train"], ranks=2).train.decoded
+    assert same(alone, workers) == []
 
 
 def test_classes_are_the_folders_and_other_files_are_left_out(images: Path):

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from reproduction.data import halves
 from tests.images import OWN, SOURCE, unreadable, write_images
 from tests.programs import (
     SHORT,
@@ -45,14 +44,10 @@ def test_a_run_ends_if_no_image_is_readable(here: Path):
     assert_refused(result, SOURCE, "image 0: image file is truncated")
 
 
-@pytest.mark.parametrize("memory", [0, 2**30])
 @pytest.mark.parametrize("half", ["train", "val"])
-def test_files_and_images_in_memory_go_the_same_way(
-    here: Path, monkeypatch: pytest.MonkeyPatch, memory: int, half: str
-):
+def test_files_are_named(here: Path, half: str):
     root = write_images(here / "images", ["ant", "bee"], train=60, held_out=2, size=16)
     (root / half / "ant" / "1.png").write_bytes(b"none")
-    monkeypatch.setattr(halves, "MOST_MEMORY", memory)
     result = train(FOLDER, "name=mine")
     if half == "val":
         assert_refused(result, "val/ant/1.png: no readable image", status=1)

@@ -2,17 +2,16 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from PIL import Image
 from torchvision.datasets import DatasetFolder
 
-from reproduction.data.images import ENDINGS, NoImage, rgb, size
+from reproduction.data.images import NoImage, rgb
 from reproduction.errors import PlainError
 
-MOST_MEMORY = 2**30  # bytes of decoded images that the runs of one command keep on a machine
 MOST_SIZES = 10**5  # files whose sizes are read; those of ImageNet may take minutes
 
 
@@ -28,14 +27,12 @@ class Items(Protocol):
 class Half:
     """Images to train on, for validation, or held out: `half[i]` is an RGB image and its class.
 
-    They are those of `items` at `places`; classes are indices. `decoded` has the pixels of those
-    that are held in memory.
+    They are those of `items` at `places`; classes are indices.
     """
 
     items: Items
     targets: list[int]
     places: Sequence[int]
-    decoded: dict[int, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def of(cls, items: Items, targets: Sequence[int]) -> "Half":
@@ -47,13 +44,8 @@ class Half:
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         """Raises PlainError, which names the image, for one that cannot be read."""
-        return self._image(index), self.targets[index]
-
-    def _image(self, index: int) -> Image.Image:
-        if index in self.decoded:
-            return Image.fromarray(self.decoded[index])
         try:
-            return rgb(self.items[self.places[index]][0])
+            return rgb(self.items[self.places[index]][0]), self.targets[index]
         except (NoImage, OSError) as error:  # the second also of a function of one's own
             raise PlainError(f"image {self.name(index)}: {error}") from error
 
@@ -74,7 +66,7 @@ class Half:
     def take(self, indices: Sequence[int]) -> "Half":
         targets = [self.targets[i] for i in indices]
         places = [self.places[i] for i in indices]
-        return replace(self, targets=targets, places=places, decoded={})
+        return replace(self, targets=targets, places=places)
 
     def content(self, classes: list[str]) -> list[str]:
         """What distinguishes images: names and sizes of files, else their classes."""
@@ -118,44 +110,3 @@ class Data(NamedTuple):
         if self.validation is None:
             return self.held_out
         return self.validation
-
-
-def in_memory(data: Data, names: Sequence[str], ranks: int) -> Data:
-    """Decodes the files of the named halves, in this order, as long as all of a half fit.
-
-    MOST_MEMORY is for all `ranks` of a machine, each of which holds its own. PlainError for an
-    image that cannot be decoded, but for those to train on, in whose place others are taken.
-    """
-    room = MOST_MEMORY // ranks
-    for name in names:
-        half = getattr(data, name)
-        if half is None or half.folder is None:
-            continue
-        left = _left(half, room)
-        if left < 0:
-            continue
-        room = left
-        decoded = {}
-        for index in range(len(half)):  # by threads small images take longer
-            try:
-                decoded[index] = np.array(half[index][0])
-            except PlainError:
-                if name != "train":
-                    raise
-        data = data._replace(**{name: replace(half, decoded=decoded)})
-    return data
-
-
-def _left(half: Half, room: int) -> int:
-    """What of the room is left beside all images of a half, negative if they do not fit.
-
-    Nobody knows the size of a file that is no image, such as an array: it does not fit.
-    """
-    for index in range(len(half)):
-        name = half.name(index)
-        if not name.lower().endswith(ENDINGS):
-            return -1
-        room -= size(name)
-        if room < 0:
-            break
-    return room

@@ -1,4 +1,4 @@
-"""Images as 8-bit RGB: read as viewers show them, and measured before they are read."""
+"""Images as 8-bit RGB: read as viewers show them."""
 
 import os
 from collections.abc import Iterator
@@ -92,13 +92,6 @@ def _check_depth(image: Image.Image) -> None:
     layout = [str(tile.args) for tile in getattr(image, "tile", ())]  # empty once it is loaded
     if image.mode.startswith(("I", "F")) or any(";16" in x for x in layout):
         raise NoImage(f"{image.mode} pixels of more than 8 bits, convert them to 8 bits")
-
-
-def size(path: str) -> int:
-    """The bytes of a decoded image, from the head of its file; 0 if it is broken."""
-    with suppress(Exception), Image.open(path, formats=FORMATS) as image:
-        return 3 * image.width * image.height
-    return 0
 
 
 def is_hidden(path: str) -> bool:

@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from reproduction.config import Config
-from reproduction.data.halves import Data, in_memory
+from reproduction.data.halves import Data
 from reproduction.data.inputs import build_normalize
 from reproduction.data.loaders import build_evaluation_loader
 from reproduction.data.sources import opened, unlabelled
 from reproduction.errors import UserError, progress
 from reproduction.files import write_text
 from reproduction.identity import settings_of_evaluation
-from reproduction.machine import local_ranks
 from reproduction.models.build import build_trained, place
 from reproduction.models.weights import Weights
 from reproduction.training.checkpoint import check_classes, read_plain
@@ -65,7 +64,6 @@ def _evaluate(config: Config, checkpoints: list[Path], images: Path | None) -> E
     with join_world(resolve_device(config.device, config.devices, precision)) as world:
         weights, loaded = read_plain(checkpoints)
         data = data_for(weights, config, images)
-        data = in_memory(data, ("held_out",), local_ranks(config.devices))
         model = build_trained(config.model, weights, len(data.classes))
         place(model, world.device)
         normalize = build_normalize(config.dataset.mean, config.dataset.std, world.device)

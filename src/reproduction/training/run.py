@@ -14,7 +14,7 @@ import torch
 
 from reproduction.config import Config
 from reproduction.data import loaders
-from reproduction.data.halves import Data, in_memory
+from reproduction.data.halves import Data
 from reproduction.data.sources import opened, record
 from reproduction.data.workers import Loader
 from reproduction.errors import (
@@ -26,7 +26,7 @@ from reproduction.errors import (
 )
 from reproduction.folder import RunFolder, hold
 from reproduction.identity import files_of_code, run_hash
-from reproduction.machine import git_revision, hardware_name, is_first_rank, local_ranks
+from reproduction.machine import git_revision, hardware_name, is_first_rank
 from reproduction.models.build import (
     build_module,
     count_parameters,
@@ -174,11 +174,9 @@ def set_up(
 def _assembled(
     trainer: Trainer, folder: RunFolder, data: Data, batches: loaders.TrainingBatches
 ) -> TrainingRun:
-    """The parts of a run around its trainer; images are read, loggers begin."""
+    """The parts of a run around its trainer; loggers begin."""
     config, world = trainer.config, trainer.world
     pin = world.device.type == "cuda"
-    halves = ("train", "validation", "held_out")
-    data = in_memory(data, halves, local_ranks(config.devices))
     evaluation_loader = partial(
         loaders.build_evaluation_loader, config, rank=world.rank, ranks=world.size, pin=pin
     )
