@@ -321,6 +321,13 @@ def test_the_gradient_detector_is_the_gradient_of_each_samples_own_loss():
     assert torch.equal(pairs.mask, output.mask)
 
 
+def test_a_class_token_is_in_the_prefix():
+    map_ = torch.full((1, 1, 3, 3), 1 / 3)
+    assert rollout_saliency([map_], num_prefix_tokens=0).shape == (1, 3)
+    with pytest.raises(ValueError, match="class_token=True needs num_prefix_tokens >= 1"):
+        rollout_saliency([map_], num_prefix_tokens=0, class_token=True)
+
+
 def test_tokens_are_square_patches_of_an_oblong_image():
     pixels = torch.arange(32.0).view(1, 4, 8)
     cells = F.avg_pool2d(pixels, 2).flatten(1)
