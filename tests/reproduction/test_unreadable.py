@@ -45,7 +45,7 @@ def test_a_run_ends_if_no_image_is_readable(here: Path):
 
 
 @pytest.mark.parametrize("half", ["train", "val"])
-def test_files_are_named(here: Path, half: str):
+def test_a_file_that_is_no_image_is_named(here: Path, half: str):
     root = write_images(here / "images", ["ant", "bee"], train=60, held_out=2, size=16)
     (root / half / "ant" / "1.png").write_bytes(b"none")
     result = train(FOLDER, "name=mine")
